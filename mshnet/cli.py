@@ -1,0 +1,263 @@
+"""The commands: ``mshnet train|test|predict|check-data``, and ``main_tpu.py``'s flags.
+
+Exit codes: 0 done, 1 failed while running, 2 the request was wrong (one line says what to change).
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from . import __version__
+from .data.check import check, table
+from .data.store import CACHES
+from .errors import RequestError
+from .training import run
+from .training.config import DEVICES, PRECISIONS, Config, default_workers
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The installed command ``mshnet``; returns the exit code."""
+    return _run(_parser(), argv)
+
+
+def main_tpu(argv: Sequence[str] | None = None) -> int:
+    """``python main_tpu.py``: train, or test with ``--mode test``; returns the exit code."""
+    parser = _Parser(
+        prog="main_tpu.py",
+        description="Train or test MSHNet, an infrared small-target detector.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--mode", choices=("train", "test"), default="train", help="what to do (default: train)"
+    )
+    _add_train_flags(parser)
+    _add_json(parser, "print the result as one JSON object on standard output")
+    parser.set_defaults(command=lambda args: (_test if args.mode == "test" else _train)(args))
+    return _run(parser, argv)
+
+
+_EXAMPLES = """\
+examples:
+  one TPU core, as in Colab:
+      main_tpu.py --dataset-dir datasets/IRSTD-1k --batch-size 32 --use-tpu
+  XLA without a TPU, small:
+      PJRT_DEVICE=CPU main_tpu.py --epochs 3 --base-size 64 --crop-size 64 --use-tpu
+  go on after a disconnect:
+      main_tpu.py --resume weight/MSHNet-2026-01-31-12-00-00
+  the numbers of trained weights:
+      main_tpu.py --mode test --dataset-dir DIR --weight-path weight.pkl
+
+Without --dataset-dir it trains on built-in synthetic scenes. A run leaves config.json,
+metrics.jsonl, weight.pkl (best), checkpoint.pkl (last), curves.png and examples.png in its folder.
+exit codes: 0 done, 1 failed while running, 2 the request was wrong."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument error is one line, like every other wrong request."""
+
+    def error(self, message: str):
+        raise RequestError(f"{message} (`{self.prog} --help` lists the flags)")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="mshnet", description="Train, test and use MSHNet on TPU, CUDA and CPU.")
+    parser.add_argument("--version", action="version", version=f"mshnet {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
+
+    def command(name: str, function: Callable, summary: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(
+            name,
+            help=summary,
+            description=summary[0].upper() + summary[1:] + ".",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        sub.set_defaults(command=function)
+        return sub
+
+    train = command("train", _train, "train on a data set or on built-in scenes")
+    train.epilog = _EXAMPLES.replace("main_tpu.py --mode test", "mshnet test").replace(
+        "main_tpu.py", "mshnet train"
+    )
+    _add_train_flags(train)
+    _add_json(train, "print the best epoch as one JSON object on standard output")
+
+    test = command("test", _test, "evaluate weights on a test split, in both definitions")
+    _add_data_flags(test)
+    _add_device_flags(test)
+    _add_weights(test, "weights to evaluate: weight.pkl, checkpoint.pkl, or official ones")
+    _add_json(test, "print the numbers as one JSON object on standard output")
+
+    predict = command("predict", _predict, "detect targets in image files")
+    predict.add_argument("inputs", nargs="+", metavar="INPUT", help="files, folders, 'patterns*'")
+    predict.add_argument("--out", default="predictions", help="folder (default: predictions)")
+    _add(predict, "base_size", "side of the network's input, pixels")
+    _add(predict, "batch_size", "images at a time", default_text="8")
+    _add_channels(predict)
+    _add_device_flags(predict)
+    _add_weights(predict, "weights to use")
+    _add_json(predict, "print the detections as one JSON array on standard output")
+
+    check = command("check-data", _check_data, "report on a data set before training")
+    check.add_argument("folder", help="folder with images/, masks/ and the lists")
+    _add_json(check, "print the whole report as one JSON object")
+    return parser
+
+
+def _add_train_flags(parser: argparse.ArgumentParser) -> None:
+    _add_data_flags(parser)
+    _add(parser, "epochs", "passes over the training split")
+    _add(parser, "lr", "learning rate of Adagrad", kind=float)
+    _add(parser, "warm_epoch", "last epoch (from 0) with one head and plain IoU loss")
+    _add(parser, "crop_size", "side of training samples, pixels, a multiple of 16")
+    _add_device_flags(parser)
+    _add_weights(parser, "train: weights to start from; test: weights to evaluate")
+    _add(parser, "save_dir", "folder of the run", kind=str, default_text="weight/MSHNet-<time>")
+    parser.add_argument(
+        "--resume",
+        metavar="RUN",
+        help="continue a run: its folder or checkpoint.pkl; its settings hold unless given anew",
+    )
+
+
+def _add_data_flags(parser: argparse.ArgumentParser) -> None:
+    _add(
+        parser,
+        "dataset_dir",
+        "folder with images/, masks/ and lists",
+        kind=str,
+        default_text="built-in scenes",
+    )
+    _add(parser, "batch_size", "images a step, over all cores together")
+    _add(parser, "base_size", "side of evaluation images, and scale of augmentation, pixels")
+    _add_channels(parser)
+    _add(parser, "cache", "where decoded images are kept", kind=str, choices=CACHES)
+    _add(
+        parser,
+        "workers",
+        "loader processes",
+        default_text=f"cores - 1, at most 8; here {default_workers()}",
+    )
+    _add(parser, "seed", "of weights, order and augmentation")
+
+
+def _add_channels(parser: argparse.ArgumentParser) -> None:
+    _add(parser, "channels", "1 keeps images grey, 3 keeps colour")
+
+
+def _add_device_flags(parser: argparse.ArgumentParser) -> None:
+    _add(
+        parser,
+        "device",
+        "tpu is XLA; auto takes a TPU, then CUDA, then the CPU",
+        kind=str,
+        choices=DEVICES,
+    )
+    parser.add_argument(
+        "--use-tpu",
+        dest="device",
+        action="store_const",
+        const="tpu",
+        default=argparse.SUPPRESS,
+        help="same as --device tpu; with PJRT_DEVICE=CPU set, XLA on the CPU",
+    )
+    _add(parser, "num_cores", "TPU cores")
+    _add(parser, "precision", "bf16 is autocast", kind=str, choices=PRECISIONS)
+    _add(
+        parser,
+        "compile_cache",
+        "folder that keeps XLA programs between runs",
+        kind=str,
+        default_text="none",
+    )
+
+
+def _add_weights(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument("--weight-path", metavar="FILE", default=argparse.SUPPRESS, help=text)
+
+
+def _add_json(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument("--json", action="store_true", help=text)
+
+
+def _add(
+    parser: argparse.ArgumentParser,
+    name: str,
+    text: str,
+    kind: Callable = int,
+    choices: Sequence[str] | None = None,
+    default_text: str | None = None,
+) -> None:
+    """A flag for a field of Config; absent if not given, so that a resumed run's value holds."""
+    shown = default_text or Config.__dataclass_fields__[name].default
+    parser.add_argument(
+        "--" + name.replace("_", "-"),
+        type=kind,
+        choices=choices,
+        default=argparse.SUPPRESS,
+        metavar=None if choices else {int: "N", float: "X"}.get(kind, "NAME"),
+        help=f"{text} (default: {shown})",
+    )
+
+
+def _run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
+    try:
+        args = parser.parse_args(argv)
+        return args.command(args)
+    except RequestError as error:
+        print(f"{parser.prog}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of a pipe (head, say) has seen enough. Standard output is pointed elsewhere,
+        # or Python would complain about it while it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
+
+
+def _given(args: argparse.Namespace) -> dict:
+    """The settings that the command line names."""
+    return {k: v for k, v in vars(args).items() if k in Config.__dataclass_fields__}
+
+
+def _say(args: argparse.Namespace) -> Callable[[str], None]:
+    """Where messages for people go: standard output, or beside it when that carries JSON."""
+    out = sys.stderr if args.json else sys.stdout
+    return lambda text: print(text, file=out, flush=True)
+
+
+def _train(args: argparse.Namespace) -> int:
+    record = run.train(_given(args), args.resume, _say(args))
+    if args.json:
+        print(json.dumps(record))
+    return 0
+
+
+def _test(args: argparse.Namespace) -> int:
+    results = run.test(_given(args), _say(args))
+    if args.json:
+        print(json.dumps(results))
+    return 0
+
+
+def _predict(args: argparse.Namespace) -> int:
+    rows = run.predict_files(
+        {"batch_size": 8} | _given(args), args.inputs, Path(args.out), _say(args)
+    )
+    if args.json:
+        print(json.dumps(rows))
+    return 0
+
+
+def _check_data(args: argparse.Namespace) -> int:
+    report = check(args.folder)
+    print(json.dumps(report.as_dict(), indent=1) if args.json else table(report))
+    return 2 if report.errors() else 0

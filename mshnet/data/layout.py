@@ -1,0 +1,132 @@
+"""Where a data set keeps its images, masks and split lists.
+
+Two forms are understood, each with ``images/`` and ``masks/``::
+
+    DIR/trainval.txt   DIR/test.txt                       IRSTD-1k, NUDT-SIRST, SIRST
+    DIR/img_idx/train_NAME.txt   DIR/img_idx/test_NAME.txt  BasicIRSTD and others
+
+Lists hold one name a line, with or without a suffix, with either kind of line ending. Images and
+masks may be png, bmp or jpg; a mask may be called ``NAME_pixels0`` as in the original SIRST.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import RequestError
+
+SUFFIXES = (".png", ".bmp", ".jpg", ".jpeg")
+SPLITS = ("train", "test")
+_LIST_NAMES = {"train": ("trainval.txt", "train.txt"), "test": ("test.txt",)}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One image of a split; a path is None where no file was found."""
+
+    name: str
+    image: Path | None
+    mask: Path | None
+
+
+class DataFolder:
+    """The files of one data set.
+
+    Args:
+        folder: the folder that holds ``images/``, ``masks/`` and the lists.
+
+    Raises:
+        RequestError: the folder, ``images/`` or ``masks/`` is missing.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise RequestError(
+                f"data set folder {self.folder} does not exist; "
+                "datasets/README.md says where each data set comes from"
+            )
+        self._files = {}
+        for kind in ("images", "masks"):
+            if not (self.folder / kind).is_dir():
+                raise RequestError(
+                    f"{self.folder} has no folder {kind}/; expected {self.folder}/images, "
+                    f"{self.folder}/masks and the lists trainval.txt and test.txt"
+                )
+            self._files[kind] = _index(self.folder / kind)
+
+    def list_file(self, split: str) -> Path:
+        """The file with the names of a split, ``"train"`` or ``"test"``.
+
+        Raises:
+            RequestError: there is none, or several and none is named after the folder.
+        """
+        for name in _LIST_NAMES[split]:
+            if (self.folder / name).is_file():
+                return self.folder / name
+        indexed = sorted((self.folder / "img_idx").glob(f"{split}_*.txt"))
+        named = [path for path in indexed if path.stem == f"{split}_{self.folder.name}"]
+        if len(indexed) == 1 or named:
+            return (named or indexed)[0]
+        if indexed:
+            found = ", ".join(path.name for path in indexed)
+            raise RequestError(
+                f"{self.folder}/img_idx has several {split} lists ({found}); "
+                f"keep one, or copy one to {self.folder}/{_LIST_NAMES[split][0]}"
+            )
+        raise RequestError(
+            f"{self.folder} has no {split} list; expected {_LIST_NAMES[split][0]} "
+            f"or img_idx/{split}_{self.folder.name}.txt with one name a line"
+        )
+
+    def names(self, split: str) -> list[str]:
+        """Names in the order of the list, without suffixes.
+
+        Raises:
+            RequestError: the list is missing, empty or not text.
+        """
+        path = self.list_file(split)
+        try:
+            lines = path.read_text(encoding="utf-8-sig").splitlines()
+        except UnicodeDecodeError as error:
+            raise RequestError(f"{path} is not a text file; one name a line expected") from error
+        names = [_stem(line.strip()) for line in lines if line.strip()]
+        if not names:
+            raise RequestError(f"{path} is empty; it must hold one image name a line")
+        return names
+
+    def locate(self, name: str) -> Sample:
+        """Image and mask of a name; None for what is not there."""
+        image = self._files["images"].get(name)
+        mask = self._files["masks"].get(name) or self._files["masks"].get(f"{name}_pixels0")
+        return Sample(name, image, mask)
+
+    def samples(self, split: str) -> list[Sample]:
+        """All samples of a split, every file present.
+
+        Raises:
+            RequestError: the list is missing or empty, or a file is missing.
+        """
+        samples = [self.locate(name) for name in self.names(split)]
+        for kind in ("image", "mask"):
+            missing = [s.name for s in samples if getattr(s, kind) is None]
+            if missing:
+                more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+                raise RequestError(
+                    f"{self.list_file(split)} names {missing[0]}{more}, but {self.folder}/{kind}s "
+                    f"has no {missing[0]}.png, .bmp or .jpg; `mshnet check-data {self.folder}` "
+                    "lists all"
+                )
+        return samples
+
+
+def _stem(name: str) -> str:
+    """Name without an image suffix; other dots belong to the name."""
+    path = Path(name.replace("\\", "/"))
+    return path.stem if path.suffix.lower() in SUFFIXES else path.name
+
+
+def _index(folder: Path) -> dict[str, Path]:
+    """Image files by name; of several suffixes the first of SUFFIXES wins."""
+    files = [path for path in sorted(folder.iterdir()) if path.suffix.lower() in SUFFIXES]
+    files.sort(key=lambda path: SUFFIXES.index(path.suffix.lower()), reverse=True)
+    return {path.stem: path for path in files}

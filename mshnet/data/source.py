@@ -1,0 +1,52 @@
+"""From ``--dataset-dir`` to decoded splits."""
+
+from pathlib import Path
+
+from ..errors import RequestError
+from .layout import DataFolder
+from .scenes import write_scenes
+from .store import SampleStore
+
+BUILT_IN = Path("datasets")  # where the built-in scenes are written, below the current folder
+TRAIN_SCENES, TEST_SCENES = 200, 50
+
+
+def built_in_scenes(size: int) -> Path:
+    """The folder of built-in scenes of size × size, written on first use.
+
+    Raises:
+        RequestError: the folder cannot be written.
+    """
+    folder = BUILT_IN / f"built-in-{size}"
+    try:
+        return Path(write_scenes(folder, train=TRAIN_SCENES, test=TEST_SCENES, size=size))
+    except (OSError, ValueError) as error:
+        raise RequestError(
+            f"the built-in scenes cannot be written to {folder.resolve()} ({error}); "
+            "work in another folder, or name a data set with --dataset-dir"
+        ) from error
+
+
+def open_split(folder: str | Path, split: str, channels: int, cache: str) -> SampleStore:
+    """Read and check one split.
+
+    Raises:
+        RequestError: anything that training or testing would hit later.
+    """
+    store = SampleStore(DataFolder(folder).samples(split), channels, cache, f"read {split} images")
+    if len(store.empty) == len(store):
+        raise RequestError(
+            f"no mask of the {split} split of {folder} holds a target; a pixel is target from half "
+            "of the file type's maximum on, so masks stored as 0 and 1 must be multiplied by 255"
+        )
+    return store
+
+
+def describe(store: SampleStore, split: str) -> str:
+    """One line for people: how many images, and what was unusual about their masks."""
+    text = f"{split}: {len(store)} images"
+    if store.touched:
+        text += f", {len(store.touched)} masks were not binary and were cut at half of the maximum"
+    if store.empty:
+        text += f", {len(store.empty)} without a target"
+    return text

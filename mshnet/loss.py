@@ -1,0 +1,151 @@
+"""Scale- and location-sensitive IoU loss (SLS loss) and its multi-scale training form.
+
+Follows section 3 of "Infrared Small Target Detection with Scale and Location Sensitivity"
+(CVPR 2024, arXiv 2403.19366) and the numbers of its official code. Everything is computed for
+the whole batch at once, so the traced graph does not grow with the batch size.
+
+Where the official formula gives no usable gradient this one differs, and only there:
+
+* **A sample without target pixels.** Officially its IoU is 0 with gradient 0 in warm-up, so
+  false alarms on it go unpunished, and 0/0 = NaN once the sigmoid underflows. Here its loss is
+  P / (P + s), the IoU loss against a virtual target of s = 0.05 % of the map (32 px at
+  256×256, a typical target) that the prediction overlaps fully; it has no location term.
+* **Saturated logits.** Beyond ±12 the sigmoid's slope falls below 6e-6 and soon to exactly 0,
+  so a collapsed network stays collapsed. Here the slope there has that value added to it; the
+  loss value itself is unchanged.
+
+``SLSIoULoss(official=True)`` switches both off.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+EPSILON = 1e-8  # of the official location term
+SATURATION = 12.0  # logit beyond which the sigmoid's slope gets a floor
+TYPICAL_TARGET = 1 / 2048  # share of the map that a typical target covers
+
+
+def _leaky_sigmoid(logits: Tensor) -> Tensor:
+    """Sigmoid whose gradient does not vanish beyond ±SATURATION; the value is the sigmoid's."""
+    value = torch.sigmoid(logits)
+    edge = 1 / (1 + math.exp(-SATURATION))
+    slope = edge * (1 - edge)
+    saturated = logits.detach().abs() > SATURATION
+    return value + torch.where(saturated, slope * (logits - logits.detach()), 0.0)
+
+
+def _centre(p: Tensor) -> tuple[Tensor, Tensor]:
+    """Unnormalised first moments (x, y) of maps (B, H, W), each (B,), in shares of the side."""
+    height, width = p.shape[-2:]
+    x = torch.arange(width, device=p.device, dtype=p.dtype) / width
+    y = torch.arange(height, device=p.device, dtype=p.dtype) / height
+    return (p.mean(1) * x).mean(1), (p.mean(2) * y).mean(1)
+
+
+def _location_loss(p: Tensor, t: Tensor) -> Tensor:
+    """Difference of the two centres in polar coordinates: (B, H, W) twice → (B,)."""
+    x_p, y_p = _centre(p)
+    x_t, y_t = _centre(t)
+    angle_p = torch.atan(y_p / (x_p + EPSILON))
+    angle_t = torch.atan(y_t / (x_t + EPSILON))
+    angle = (4 / math.pi**2) * (angle_p - angle_t) ** 2
+    length_p = torch.sqrt(x_p**2 + y_p**2 + EPSILON)
+    length_t = torch.sqrt(x_t**2 + y_t**2 + EPSILON)
+    ratio = torch.minimum(length_p, length_t) / (torch.maximum(length_p, length_t) + EPSILON)
+    return 1 - ratio + angle
+
+
+class SLSIoULoss(nn.Module):
+    """IoU loss in warm-up; then IoU weighted by size agreement, plus a location term.
+
+    Args:
+        official: reproduce the official numbers also where they give no gradient or NaN
+            (see the module's text).
+    """
+
+    def __init__(self, official: bool = False):
+        super().__init__()
+        self.official = official
+
+    def forward(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        warm_epoch: int,
+        epoch: int,
+        with_shape: bool = True,
+    ) -> Tensor:
+        """Mean loss over the batch, a float32 scalar.
+
+        Args:
+            logits: (B, 1, H, W), any float dtype; computed in float32.
+            target: mask of 0 and 1, (B, 1, H, W), any dtype.
+            warm_epoch: last epoch of the warm-up.
+            epoch: current epoch, counted from 0. Decides which of the two graphs is traced, so
+                it is a Python number, not a tensor.
+            with_shape: False leaves the location term out.
+
+        Raises:
+            ValueError: the shapes differ.
+        """
+        if logits.shape != target.shape:
+            raise ValueError(
+                f"logits {tuple(logits.shape)} and target {tuple(target.shape)} must have "
+                "the same shape (B, 1, H, W)"
+            )
+        logits = logits.squeeze(1).float()
+        t = target.squeeze(1).float()
+        p = torch.sigmoid(logits) if self.official else _leaky_sigmoid(logits)
+
+        intersection = (p * t).sum((1, 2))
+        p_sum = p.sum((1, 2))
+        t_sum = t.sum((1, 2))
+        empty = t_sum == 0
+        if self.official:
+            smooth = torch.zeros_like(t_sum)
+        else:
+            smooth = torch.where(empty, TYPICAL_TARGET * t[0].numel(), 0.0)
+        iou = (intersection + smooth) / (p_sum + t_sum - intersection + smooth)
+        if epoch <= warm_epoch:
+            return 1 - iou.mean()
+
+        spread = ((p_sum - t_sum) / 2) ** 2
+        smaller = torch.minimum(p_sum, t_sum) + spread
+        larger = torch.maximum(p_sum, t_sum) + spread
+        location = _location_loss(p, t)
+        if self.official:
+            alpha = smaller / larger
+        else:
+            # The inner `where` keeps 0/0 out of the branch that the outer one discards: its
+            # gradient would be NaN all the same.
+            alpha = torch.where(empty, 1.0, smaller / torch.where(empty, 1.0, larger))
+            location = torch.where(empty, 0.0, location)
+        loss = 1 - (alpha * iou).mean()
+        return loss + location.mean() if with_shape else loss
+
+
+def multiscale_loss(
+    criterion: SLSIoULoss,
+    scales: Sequence[Tensor],
+    fused: Tensor,
+    mask: Tensor,
+    warm_epoch: int,
+    epoch: int,
+) -> Tensor:
+    """Mean of the loss on the fused map and on every scale: the training objective.
+
+    Args:
+        scales: logit maps of :class:`~mshnet.model.MSHNet`, finest first; empty in warm-up.
+        fused: (B, 1, H, W) logits.
+        mask: (B, 1, H, W), 0 or 1, floating point; max-pooled by 2 from scale to scale.
+    """
+    total = criterion(fused, mask, warm_epoch, epoch)
+    for i, logits in enumerate(scales):
+        if i > 0:
+            mask = F.max_pool2d(mask, 2)
+        total = total + criterion(logits, mask, warm_epoch, epoch)
+    return total / (len(scales) + 1)

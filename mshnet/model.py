@@ -1,0 +1,183 @@
+"""MSHNet: a U-shaped residual network with a prediction head at every scale.
+
+Follows "Infrared Small Target Detection with Scale and Location Sensitivity"
+(CVPR 2024, arXiv 2403.19366). Keys and shapes of the state_dict are the official ones, so
+official weights load here and ours load there. Two operations are expressed so that XLA
+compiles them on every device without a host fallback; their values are the usual ones:
+bilinear upsampling as two small matrix products, pooling to 1×1 as ``amax`` and ``mean``.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+def _interpolation_matrix(size: int, scale: int, like: Tensor) -> Tensor:
+    """Rows of linear-interpolation weights, (size·scale, size), corners aligned.
+
+    Built inside the graph: a compiler folds it to a constant, and there is no cache that could
+    hold tensors of another device.
+    """
+    out = size * scale
+    rows = torch.arange(out, device=like.device, dtype=torch.float32)
+    columns = torch.arange(size, device=like.device, dtype=torch.float32)
+    positions = rows * ((size - 1) / (out - 1))
+    weights = (1 - (positions[:, None] - columns[None, :]).abs()).clamp(min=0)
+    return weights.to(like.dtype)
+
+
+def upsample(x: Tensor, scale: int) -> Tensor:
+    """Bilinear upsampling with aligned corners: (B, C, H, W) → (B, C, scale·H, scale·W).
+
+    Equal to ``F.interpolate(mode="bilinear", align_corners=True)``, whose backward XLA has no
+    lowering for off TPU. Interpolation is linear and separable, so it is ``A @ x @ Bᵀ``.
+    """
+    height, width = x.shape[-2:]
+    vertical = _interpolation_matrix(height, scale, x)
+    horizontal = _interpolation_matrix(width, scale, x)
+    return vertical @ (x @ horizontal.T)
+
+
+class ChannelAttention(nn.Module):
+    """One weight in 0..1 for each channel: (B, C, H, W) → (B, C, 1, 1)."""
+
+    def __init__(self, channels: int, reduction: int = 16):
+        super().__init__()
+        hidden = max(channels // reduction, 1)
+        self.fc1 = nn.Conv2d(channels, hidden, 1, bias=False)
+        self.fc2 = nn.Conv2d(hidden, channels, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        average = x.mean((2, 3), keepdim=True)
+        peak = x.amax((2, 3), keepdim=True)
+        return torch.sigmoid(self._squeeze(average) + self._squeeze(peak))
+
+    def _squeeze(self, pooled: Tensor) -> Tensor:
+        return self.fc2(torch.relu(self.fc1(pooled)))
+
+
+class SpatialAttention(nn.Module):
+    """One weight in 0..1 for each pixel: (B, C, H, W) → (B, 1, H, W)."""
+
+    def __init__(self, kernel_size: int = 7):
+        super().__init__()
+        self.conv1 = nn.Conv2d(2, 1, kernel_size, padding=kernel_size // 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled = torch.cat([x.mean(1, keepdim=True), x.amax(1, keepdim=True)], dim=1)
+        return torch.sigmoid(self.conv1(pooled))
+
+
+class ResidualBlock(nn.Module):
+    """Two 3×3 convolutions, channel then spatial attention, and a shortcut."""
+
+    def __init__(self, in_channels: int, out_channels: int):
+        super().__init__()
+        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, padding=1)
+        self.bn1 = nn.BatchNorm2d(out_channels)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1)
+        self.bn2 = nn.BatchNorm2d(out_channels)
+        # The shortcut stands before the attentions so that parameters keep the official order.
+        self.shortcut = None
+        if in_channels != out_channels:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(in_channels, out_channels, 1), nn.BatchNorm2d(out_channels)
+            )
+        self.ca = ChannelAttention(out_channels)
+        self.sa = SpatialAttention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        residual = x if self.shortcut is None else self.shortcut(x)
+        x = torch.relu(self.bn1(self.conv1(x)))
+        x = self.bn2(self.conv2(x))
+        x = self.ca(x) * x
+        x = self.sa(x) * x
+        return torch.relu(x + residual)
+
+
+def _stage(in_channels: int, out_channels: int, depth: int) -> nn.Sequential:
+    blocks = [ResidualBlock(in_channels, out_channels)]
+    blocks += [ResidualBlock(out_channels, out_channels) for _ in range(depth - 1)]
+    return nn.Sequential(*blocks)
+
+
+class MSHNet(nn.Module):
+    """Multi-scale-head U-Net for infrared small targets.
+
+    Args:
+        in_channels: channels of the input image; the official weights have 3.
+        widths: channels of the five levels, finest first.
+        depths: residual blocks of the five levels, finest first; each decoder has as many as
+            the encoder of its level.
+
+    The defaults are the official network (4.07 M parameters). Narrower ones keep the names of
+    the state_dict and are for tests and lessons.
+    """
+
+    def __init__(
+        self,
+        in_channels: int = 3,
+        widths: Sequence[int] = (16, 32, 64, 128, 256),
+        depths: Sequence[int] = (1, 2, 2, 2, 2),
+    ):
+        super().__init__()
+        if len(widths) != 5 or len(depths) != 5:
+            raise ValueError(f"MSHNet has five levels, got widths={widths}, depths={depths}")
+        w0, w1, w2, w3, w4 = widths
+        d0, d1, d2, d3, d4 = depths
+        self.pool = nn.MaxPool2d(2)
+        self.conv_init = nn.Conv2d(in_channels, w0, 1)
+        self.encoder_0 = _stage(w0, w0, d0)
+        self.encoder_1 = _stage(w0, w1, d1)
+        self.encoder_2 = _stage(w1, w2, d2)
+        self.encoder_3 = _stage(w2, w3, d3)
+        self.middle_layer = _stage(w3, w4, d4)
+        self.decoder_3 = _stage(w3 + w4, w3, d3)
+        self.decoder_2 = _stage(w2 + w3, w2, d2)
+        self.decoder_1 = _stage(w1 + w2, w1, d1)
+        self.decoder_0 = _stage(w0 + w1, w0, d0)
+        self.output_0 = nn.Conv2d(w0, 1, 1)
+        self.output_1 = nn.Conv2d(w1, 1, 1)
+        self.output_2 = nn.Conv2d(w2, 1, 1)
+        self.output_3 = nn.Conv2d(w3, 1, 1)
+        self.final = nn.Conv2d(4, 1, 3, padding=1)
+
+    def forward(self, images: Tensor, warm_flag: bool) -> tuple[list[Tensor], Tensor]:
+        """Logits at every scale and fused.
+
+        Args:
+            images: float, (B, in_channels, H, W), H and W divisible by 16.
+            warm_flag: False during warm-up (one head), True in the full phase (all heads).
+
+        Returns:
+            ``scales, fused``. Full phase: scales are logits at full, half, quarter and eighth
+            size, (B, 1, H/2^i, W/2^i), and fused is (B, 1, H, W). Warm-up: scales is empty and
+            fused is the full-size head.
+
+        Raises:
+            ValueError: height or width is not a multiple of 16.
+        """
+        height, width = images.shape[-2:]
+        if height % 16 or width % 16:
+            raise ValueError(
+                f"images are {height}×{width}; both sides must be multiples of 16, "
+                f"for example {max(16, round(height / 16) * 16)}×{max(16, round(width / 16) * 16)}"
+            )
+        e0 = self.encoder_0(self.conv_init(images))
+        e1 = self.encoder_1(self.pool(e0))
+        e2 = self.encoder_2(self.pool(e1))
+        e3 = self.encoder_3(self.pool(e2))
+        middle = self.middle_layer(self.pool(e3))
+
+        d3 = self.decoder_3(torch.cat([e3, upsample(middle, 2)], 1))
+        d2 = self.decoder_2(torch.cat([e2, upsample(d3, 2)], 1))
+        d1 = self.decoder_1(torch.cat([e1, upsample(d2, 2)], 1))
+        d0 = self.decoder_0(torch.cat([e0, upsample(d1, 2)], 1))
+
+        output_0 = self.output_0(d0)
+        if not warm_flag:
+            return [], output_0
+        scales = [output_0, self.output_1(d1), self.output_2(d2), self.output_3(d3)]
+        enlarged = [output_0] + [upsample(scales[i], 2**i) for i in (1, 2, 3)]
+        return scales, self.final(torch.cat(enlarged, 1))

@@ -1,0 +1,28 @@
+"""Progress bars for long work: shown to people, silent in logs."""
+
+import sys
+from collections.abc import Iterable
+from typing import TypeVar
+
+from tqdm import tqdm
+
+T = TypeVar("T")
+
+
+def someone_watches() -> bool:
+    """Whether the output goes to a terminal or a notebook rather than into a file."""
+    return sys.stderr.isatty() or "ipykernel" in sys.modules
+
+
+def progress(items: Iterable[T], description: str, total: int | None = None, **kwargs) -> tqdm:
+    """``tqdm`` over items, disabled where nobody watches."""
+    return tqdm(
+        items,
+        desc=description,
+        total=total,
+        disable=not someone_watches(),
+        leave=False,
+        dynamic_ncols=True,
+        file=sys.stderr,
+        **kwargs,
+    )

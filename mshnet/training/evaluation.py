@@ -1,0 +1,83 @@
+"""Evaluation of a split: the device computes ahead, the host counts one batch behind."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from ..metrics import DetectionMetrics
+from ..progress import progress
+from .backend import Backend
+from .step import Normalize, evaluation_step
+
+
+def predict_batches(
+    model: nn.Module, normalize: Normalize, backend: Backend, loader: DataLoader, full: bool
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Logits and masks on the host, (B, 1, H, W) each, batch by batch.
+
+    A batch is fetched after the next one has been dispatched, so that device and host work at
+    the same time.
+    """
+    model.eval()
+    phase = backend.put(torch.tensor([full]))
+    waiting = None
+    for images, masks in backend.feed(loader):
+        logits = evaluation_step(model, normalize, backend, images, phase)
+        backend.end_step()
+        if waiting is not None:
+            yield _fetch(waiting)
+        waiting = (logits, masks)
+    if waiting is not None:
+        yield _fetch(waiting)
+
+
+def _fetch(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    logits, masks = pair
+    return logits.cpu(), masks.cpu()
+
+
+def evaluate(
+    model: nn.Module,
+    normalize: Normalize,
+    backend: Backend,
+    loader: DataLoader,
+    full: bool = True,
+    look: Callable[[Tensor], None] | None = None,
+) -> DetectionMetrics:
+    """Metrics over the loader's data set; ``compute()`` gives either definition.
+
+    Args:
+        full: True evaluates the fused head, False the full-size head (during warm-up).
+        look: receives each batch's logits on the host, (B, 1, H, W), for pictures and the like.
+    """
+    dataset = loader.dataset
+    metrics = DetectionMetrics(dataset.size)
+    batches = predict_batches(model, normalize, backend, loader, full)
+    left = len(dataset)
+    for logits, masks in progress(batches, "evaluate", len(loader)):
+        count = min(left, len(logits))  # the last batch is filled up with blanks
+        metrics.update(logits[:count], masks[:count])
+        if look:
+            look(logits[:count])
+        left -= count
+    return metrics
+
+
+def protocol(size: int, split: str, images: int, definition: str, epoch_choice: str) -> str:
+    """The conditions under which a number holds; printed with every result."""
+    return (
+        f"{definition} definition, {split} split ({images} images) at {size}×{size}, "
+        f"threshold logit > 0, {epoch_choice}"
+    )
+
+
+def result_line(metrics: DetectionMetrics, definition: str, conditions: str) -> str:
+    """One line for people: IoU, nIoU, Pd in percent, Fa in 1e-6, and the protocol."""
+    result = metrics.compute(definition)
+    return (
+        f"IoU {100 * result['iou']:.2f}  nIoU {100 * result['niou']:.2f}  "
+        f"PixAcc {100 * result['pixel_accuracy']:.2f}  Pd {100 * result['pd']:.2f}  "
+        f"Fa {1e6 * result['fa']:.2f}e-6  [{conditions}]"
+    )

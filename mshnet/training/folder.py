@@ -1,0 +1,92 @@
+"""The folder that a run owns, and the log in it."""
+
+import datetime
+import json
+import math
+import shutil
+from pathlib import Path
+
+from ..errors import RequestError
+from .checkpoint import CHECKPOINT
+from .config import Config
+
+LOG = "metrics.jsonl"
+CONFIG = "config.json"
+
+
+def claim(save_dir: str | Path | None, bytes_needed: int, resuming: bool) -> Path:
+    """Create the run's folder and make sure that it can take what will be written.
+
+    Args:
+        save_dir: wanted folder; None makes ``weight/MSHNet-<timestamp>``.
+        bytes_needed: of all files of a run together.
+        resuming: an earlier run in the folder is expected rather than refused.
+
+    Raises:
+        RequestError: not writable, too little space, or another run's.
+    """
+    if save_dir is None:
+        stamp = datetime.datetime.now().strftime("%Y-%m-%d-%H-%M-%S")
+        save_dir = Path("weight") / f"MSHNet-{stamp}"
+    folder = Path(save_dir)
+    if (folder / CHECKPOINT).exists() and not resuming:
+        raise RequestError(
+            f"--save-dir {folder} holds an earlier run; continue it with --resume {folder}, "
+            "or choose another folder"
+        )
+    probe = folder / ".writable"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"x")
+        probe.unlink()
+    except OSError as error:
+        raise RequestError(
+            f"--save-dir {folder} cannot be written ({error.strerror}); choose another folder"
+        ) from error
+    free = shutil.disk_usage(folder).free
+    if free < bytes_needed:
+        raise RequestError(
+            f"--save-dir {folder} has {free / 1e6:.0f} MB free, a run writes up to "
+            f"{bytes_needed / 1e6:.0f} MB; free some space or choose another folder"
+        )
+    return folder
+
+
+def write_config(folder: Path, config: Config) -> None:
+    """``config.json``: every setting of the run."""
+    (folder / CONFIG).write_text(json.dumps(config.as_dict(), indent=2) + "\n")
+
+
+def read_log(folder: Path, before: int | None = None) -> list[dict]:
+    """The epochs in ``metrics.jsonl``; a line that a killed run left half-written is dropped.
+
+    Args:
+        before: only epochs below this one.
+    """
+    path = folder / LOG
+    records = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if before is None or record["epoch"] < before:
+            records.append(record)
+    return records
+
+
+def rewrite_log(folder: Path, records: list[dict]) -> None:
+    """Replace the log, as a resumed run does with the epochs that it will not repeat."""
+    (folder / LOG).write_text("".join(_line(record) for record in records))
+
+
+def append_log(folder: Path, record: dict) -> None:
+    """One more epoch."""
+    with open(folder / LOG, "a") as file:
+        file.write(_line(record))
+
+
+def _line(record: dict) -> str:
+    # NaN (Pd of a set without targets, say) is not JSON: it becomes null.
+    clean = {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in record.items()}
+    return json.dumps(clean) + "\n"

@@ -1,0 +1,74 @@
+"""The two computations that run on the device: one training step, one evaluation step."""
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..loss import SLSIoULoss, multiscale_loss
+from .backend import Backend
+
+# ImageNet statistics, as the official code normalises.
+MEAN = (0.485, 0.456, 0.406)
+DEVIATION = (0.229, 0.224, 0.225)
+
+
+class Normalize(nn.Module):
+    """uint8 (B, 1 or 3, H, W) → float32 (B, 3, H, W), in the network's units.
+
+    Runs on the device, so that 8-bit grey is all that travels there.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.tensor(MEAN).view(1, 3, 1, 1), persistent=False)
+        self.register_buffer(
+            "scale", 1 / torch.tensor(DEVIATION).view(1, 3, 1, 1), persistent=False
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        return (images.float() / 255 - self.mean) * self.scale
+
+
+def train_step(
+    model: nn.Module,
+    normalize: Normalize,
+    criterion: SLSIoULoss,
+    optimizer: Optimizer,
+    backend: Backend,
+    images: Tensor,
+    masks: Tensor,
+    warm_epoch: int,
+    epoch: int,
+) -> Tensor:
+    """Forward, loss, backward, update.
+
+    Args:
+        images: uint8, (B, C, H, W), on the device.
+        masks: uint8 of 0 and 1, (B, 1, H, W), on the device.
+
+    Returns:
+        The loss, a float32 scalar that stays on the device.
+    """
+    with backend.autocast():
+        scales, fused = model(normalize(images), epoch > warm_epoch)
+    loss = multiscale_loss(criterion, scales, fused, masks.float(), warm_epoch, epoch)
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+@torch.no_grad()
+def evaluation_step(
+    model: nn.Module, normalize: Normalize, backend: Backend, images: Tensor, full: Tensor
+) -> Tensor:
+    """Logits of the head in charge, float32, (B, 1, H, W), on the device.
+
+    Args:
+        images: uint8, (B, C, H, W), on the device.
+        full: bool, (1,), on the device: the fused head if True, the full-size head if False.
+            It is data, not a Python value, so one graph serves both phases.
+    """
+    with backend.autocast():
+        scales, fused = model(normalize(images), True)
+    return torch.where(full, fused.float(), scales[0].float())

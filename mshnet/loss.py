@@ -11,8 +11,8 @@ Where the official formula gives no usable gradient this one differs, and only t
   P / (P + s), the IoU loss against a virtual target of s = 0.05 % of the map (32 px at
   256×256, a typical target) that the prediction overlaps fully; it has no location term.
 * **Saturated logits.** Beyond ±12 the sigmoid's slope falls below 6e-6 and soon to exactly 0,
-  so a collapsed network stays collapsed. Here the slope there has that value added to it; the
-  loss value itself is unchanged.
+  so a collapsed network stays collapsed. Here the slope there has that value added to it, in
+  the IoU and size terms; the loss value itself is unchanged.
 
 ``SLSIoULoss(official=True)`` switches both off.
 """
@@ -29,13 +29,12 @@ SATURATION = 12.0  # logit beyond which the sigmoid's slope gets a floor
 TYPICAL_TARGET = 1 / 2048  # share of the map that a typical target covers
 
 
-def _leaky_sigmoid(logits: Tensor) -> Tensor:
-    """Sigmoid whose gradient does not vanish beyond ±SATURATION; the value is the sigmoid's."""
-    value = torch.sigmoid(logits)
+def _leaky(logits: Tensor, p: Tensor) -> Tensor:
+    """p = sigmoid(logits) with a gradient that does not vanish beyond ±SATURATION."""
     edge = 1 / (1 + math.exp(-SATURATION))
     slope = edge * (1 - edge)
     saturated = logits.detach().abs() > SATURATION
-    return value + torch.where(saturated, slope * (logits - logits.detach()), 0.0)
+    return p + torch.where(saturated, slope * (logits - logits.detach()), 0.0)
 
 
 def _centre(p: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,7 +98,8 @@ class SLSIoULoss(nn.Module):
             )
         logits = logits.squeeze(1).float()
         t = target.squeeze(1).float()
-        p = torch.sigmoid(logits) if self.official else _leaky_sigmoid(logits)
+        plain = torch.sigmoid(logits)
+        p = plain if self.official else _leaky(logits, plain)
 
         intersection = (p * t).sum((1, 2))
         p_sum = p.sum((1, 2))
@@ -116,7 +116,9 @@ class SLSIoULoss(nn.Module):
         spread = ((p_sum - t_sum) / 2) ** 2
         smaller = torch.minimum(p_sum, t_sum) + spread
         larger = torch.maximum(p_sum, t_sum) + spread
-        location = _location_loss(p, t)
+        # The plain sigmoid: where it is almost 0, the angle's own gradient reaches 1/EPSILON, and
+        # only the sigmoid's vanishing slope keeps the product small.
+        location = _location_loss(plain, t)
         if self.official:
             alpha = smaller / larger
         else:

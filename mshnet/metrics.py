@@ -9,6 +9,7 @@ Not reproduced: the official training log divides Pd by a target count that is n
 between epochs. One evaluation, as published numbers are made, is not affected.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -75,7 +76,7 @@ class DetectionMetrics:
         size: int | tuple[int, int],
         definition: Literal["corrected", "official"] = "corrected",
     ):
-        self.size = (size, size) if isinstance(size, int) else tuple(size)
+        self.size = tuple(size) if isinstance(size, Sequence) else (int(size), int(size))
         self.definition = _checked(definition)
         self.reset()
 
@@ -101,9 +102,10 @@ class DetectionMetrics:
         """
         logits = torch.as_tensor(logits).detach().cpu().float()
         target = torch.as_tensor(target).detach().cpu() != 0
-        if logits.shape != target.shape or tuple(logits.shape[-2:]) != self.size:
+        shape = tuple(logits.shape)
+        if logits.shape != target.shape or shape[1:] not in (self.size, (1, *self.size)):
             raise ValueError(
-                f"logits {tuple(logits.shape)} and target {tuple(target.shape)} must both be "
+                f"logits {shape} and target {tuple(target.shape)} must both be "
                 f"(B, 1, {self.size[0]}, {self.size[1]})"
             )
         logits, target = (m.reshape(-1, *self.size) for m in (logits, target))

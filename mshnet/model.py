@@ -111,8 +111,8 @@ class MSHNet(nn.Module):
         depths: residual blocks of the five levels, finest first; each decoder has as many as
             the encoder of its level.
 
-    The defaults are the official network (4.07 M parameters). Narrower ones keep the names of
-    the state_dict and are for tests and lessons.
+    The defaults are the official network (4.07 M parameters). Narrower ones are for tests and
+    lessons; a block has a shortcut convolution only where its width changes.
     """
 
     def __init__(

@@ -9,11 +9,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
+from .data.augment import BILINEAR
 from .data.decode import read_image
+from .data.feed import channels_first
 from .data.layout import SUFFIXES
 from .errors import RequestError
 from .metrics import regions
@@ -22,7 +24,7 @@ from .progress import progress
 from .training.backend import Backend
 from .training.step import Normalize, evaluation_step
 
-Detection = dict  # image, x, y (pixels, centre), area (pixels), score (0..1)
+Detection = dict  # image (path), x, y (pixels, centre), area (pixels), score (0..1)
 
 
 def find_images(inputs: Sequence[str]) -> list[Path]:
@@ -113,7 +115,7 @@ def predict(
         for path, name, probability in progress(
             zip(paths, names, maps, strict=True), "predict", len(paths)
         ):
-            mask, found = detections(path.name, probability)
+            mask, found = detections(str(path), probability)
             Image.fromarray(mask.astype(np.uint8) * 255).save(out / "masks" / f"{name}.png")
             picture = overlay(read_image(path, 3), mask)
             Image.fromarray(picture).save(out / "overlays" / f"{name}.png")
@@ -141,11 +143,10 @@ class _Frames(Dataset):
     def __len__(self) -> int:
         return len(self.paths)
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray, tuple[int, int]]:
+    def __getitem__(self, index: int) -> tuple[Tensor, tuple[int, int]]:
         array = read_image(self.paths[index], self.channels)
-        small = Image.fromarray(array).resize((self.size, self.size), Image.Resampling.BILINEAR)
-        pixels = np.atleast_3d(np.asarray(small)).transpose(2, 0, 1)
-        return np.ascontiguousarray(pixels), array.shape[:2]
+        small = Image.fromarray(array).resize((self.size, self.size), BILINEAR)
+        return channels_first(np.asarray(small)), array.shape[:2]
 
 
 def _probabilities(
@@ -165,7 +166,7 @@ def _probabilities(
     for frames in loader:
         batch = torch.zeros(batch_size, channels, size, size, dtype=torch.uint8)
         for i, (pixels, _) in enumerate(frames):
-            batch[i] = torch.from_numpy(pixels)
+            batch[i] = pixels
         logits = evaluation_step(model, normalize, backend, backend.put(batch), phase)
         backend.end_step()
         logits = logits.cpu()
@@ -175,10 +176,12 @@ def _probabilities(
 
 
 def _unique_names(paths: Sequence[Path]) -> list[str]:
-    """Stems; where two files share one, their folder's name comes before it."""
-    stems = [path.stem for path in paths]
-    names = [
-        path.stem if stems.count(path.stem) == 1 else f"{path.parent.name}_{path.stem}_{i}"
-        for i, path in enumerate(paths)
-    ]
-    return names
+    """Stems; where two files share one, the second gets a number."""
+    names: dict[str, None] = {}
+    for path in paths:
+        name, number = path.stem, 1
+        while name in names:
+            number += 1
+            name = f"{path.stem}_{number}"
+        names[name] = None
+    return list(names)

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 from ..errors import RequestError
 from ..metrics import regions
 from ..progress import progress
-from .decode import open_image
 from .layout import SPLITS, DataFolder, Sample
 from .store import read_sample
 
@@ -39,7 +39,12 @@ class SplitReport:
     def errors(self) -> list[str]:
         """What training would stop at, one line each."""
         lines = [f"missing: {name}" for name in self.missing]
-        return lines + [f"unusable: {reason}" for reason in self.unusable]
+        lines += [f"unusable: {reason}" for reason in self.unusable]
+        if self.targets and not self.areas:
+            lines.append(
+                "no mask holds a target; masks stored as 0 and 1 must be multiplied by 255"
+            )
+        return lines
 
 
 @dataclass
@@ -113,14 +118,13 @@ def _check_sample(sample: Sample, report: SplitReport) -> None:
     if sample.image is None or sample.mask is None:
         return
     try:
-        picture = open_image(sample.image)
-        report.modes[picture.mode] += 1
-        report.mask_modes[open_image(sample.mask).mode] += 1
         image, mask, touched = read_sample(sample, channels=3)
     except RequestError as error:
         report.unusable.append(str(error))
         return
-    report.sizes[f"{picture.width}×{picture.height}"] += 1
+    report.modes[_mode(sample.image)] += 1
+    report.mask_modes[_mode(sample.mask)] += 1
+    report.sizes[f"{image.shape[1]}×{image.shape[0]}"] += 1
     report.coloured += int((image != image[..., :1]).any())
     report.hashes[hashlib.sha256(image.tobytes()).hexdigest()] = sample.name
     _, areas, _ = regions(mask)
@@ -155,6 +159,12 @@ def table(report: DataReport) -> str:
         lines.append(f"error: … and {len(errors) - 4 * SHOWN} more (--json lists all)")
     lines.append("training would stop at these errors" if errors else "ready for training")
     return "\n".join(lines)
+
+
+def _mode(path: Path) -> str:
+    """Pillow's mode, from the file's header."""
+    with Image.open(path) as image:
+        return image.mode
 
 
 def _findings(name: str, split: SplitReport) -> list[str]:

@@ -33,7 +33,7 @@ class TrainingSet(Dataset):
         epoch, index = key
         rng = np.random.default_rng([self.seed, epoch, index])
         image, mask = augment(*self.store[index], self.base_size, self.crop_size, rng)
-        return _channels_first(image), _channels_first(mask)
+        return channels_first(image), channels_first(mask)
 
 
 class EvaluationSet(Dataset):
@@ -49,7 +49,7 @@ class EvaluationSet(Dataset):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """Image (C, size, size) and mask (1, size, size), both uint8; the mask is 0 or 1."""
         image, mask = resize(*self.store[index], self.size)
-        return _channels_first(image), _channels_first(mask)
+        return channels_first(image), channels_first(mask)
 
 
 class EpochSampler(Sampler):
@@ -100,6 +100,7 @@ def _worker_options(workers: int) -> dict:
     return {"num_workers": workers, "persistent_workers": workers > 0}
 
 
-def _channels_first(array: np.ndarray) -> Tensor:
+def channels_first(array: np.ndarray) -> Tensor:
+    """(H, W) or (H, W, C) → (C, H, W), copied."""
     array = array[None] if array.ndim == 2 else array.transpose(2, 0, 1)
     return torch.from_numpy(np.array(array, order="C"))  # a copy: Pillow's arrays are read-only

@@ -64,7 +64,8 @@ class DataFolder:
             if (self.folder / name).is_file():
                 return self.folder / name
         indexed = sorted((self.folder / "img_idx").glob(f"{split}_*.txt"))
-        named = [path for path in indexed if path.stem == f"{split}_{self.folder.name}"]
+        own = f"{split}_{self.folder.absolute().name}"  # absolute: "." has no name
+        named = [path for path in indexed if path.stem == own]
         if len(indexed) == 1 or named:
             return (named or indexed)[0]
         if indexed:
@@ -75,7 +76,7 @@ class DataFolder:
             )
         raise RequestError(
             f"{self.folder} has no {split} list; expected {_LIST_NAMES[split][0]} "
-            f"or img_idx/{split}_{self.folder.name}.txt with one name a line"
+            f"or img_idx/{own}.txt with one name a line"
         )
 
     def names(self, split: str) -> list[str]:

@@ -498,7 +498,10 @@ def _missing(folder: Path, lists: dict) -> dict:
     """Name and index of the scenes of which the image or the mask is not there."""
     for part in ("images", "masks"):
         (folder / part).mkdir(exist_ok=True)
-    there = set(os.listdir(folder / "images")) & set(os.listdir(folder / "masks"))
+    images, masks = (
+        {path.name for path in (folder / part).iterdir()} for part in ("images", "masks")
+    )
+    there = images & masks
     return {n: i for names in lists.values() for n, i in names.items() if f"{n}.png" not in there}
 
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from ..errors import RequestError
+from ..progress import someone_watches
 from .layout import DataFolder
 from .scenes import write_scenes
 from .store import SampleStore
@@ -19,7 +20,9 @@ def built_in_scenes(size: int) -> Path:
     """
     folder = BUILT_IN / f"built-in-{size}"
     try:
-        return Path(write_scenes(folder, train=TRAIN_SCENES, test=TEST_SCENES, size=size))
+        return write_scenes(
+            folder, TRAIN_SCENES, TEST_SCENES, size=size, progress=someone_watches()
+        )
     except (OSError, ValueError) as error:
         raise RequestError(
             f"the built-in scenes cannot be written to {folder.resolve()} ({error}); "

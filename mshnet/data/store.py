@@ -117,24 +117,33 @@ class SampleStore:
             )
 
 
+_DECODING = 1  # part of a disk cache's name: raise it when the same files decode to other pixels
+
+
 class _DiskCache:
     """One file of pixels for one list of samples, named by what it was made from."""
 
     def __init__(self, samples: list[Sample], channels: int):
-        key = hashlib.sha256(str(channels).encode())
+        key = hashlib.sha256(f"{_DECODING}|{channels}".encode())
         for sample in samples:
             for path in (sample.image, sample.mask):
-                state = path.stat()
+                try:
+                    state = path.stat()
+                except FileNotFoundError as error:
+                    raise RequestError(f"{path} does not exist") from error
                 key.update(f"{path.resolve()}|{state.st_size}|{state.st_mtime_ns}".encode())
-        root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         self._pixels = root / "mshnet" / f"{key.hexdigest()[:24]}.pixels"
         self._table = self._pixels.with_suffix(".json")
         self._map: np.ndarray | None = None
         self._offsets: list[tuple[int, list[int]]] = []
 
     def complete(self) -> bool:
-        """The table is written last, so where it is, the pixels are whole."""
-        return self._table.exists() and self._pixels.exists()
+        """The table is written last; after a power cut either file may be short all the same."""
+        try:
+            return self._pixels.stat().st_size == json.loads(self._table.read_text())["bytes"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
 
     def notes(self) -> tuple[list[str], list[str]]:
         table = json.loads(self._table.read_text())
@@ -151,7 +160,7 @@ class _DiskCache:
                     position += file.write(image.tobytes()) + file.write(mask.tobytes())
             os.replace(part, self._pixels)
             touched, empty = notes()
-            table = {"offsets": offsets, "touched": touched, "empty": empty}
+            table = {"offsets": offsets, "bytes": position, "touched": touched, "empty": empty}
             part.write_text(json.dumps(table))
             os.replace(part, self._table)
         except OSError as error:

@@ -137,7 +137,7 @@ def test_local_contrast_stands_out_at_the_targets(forty):
 
 
 def write(folder, **changes):
-    arguments = dict(train=3, test=2, size=32, seed=7, progress=False)
+    arguments = {"train": 3, "test": 2, "size": 32, "seed": 7, "progress": False}
     return write_scenes(folder, **(arguments | changes))
 
 

@@ -1,0 +1,438 @@
+# %% [markdown]
+# # 03 · Data on Drive
+#
+# **Bring a data set from Google Drive to the machine once, prove that it is whole, and look at what
+# training will see.**
+#
+# {{badges}}
+#
+# **You will be able to**
+#
+# * mount Drive and copy a data set to the local disk, so that a second run copies nothing;
+# * check a data set before training, and read what the check says about a broken one;
+# * look at samples, augmented samples, and the bytes they cost on the way to a device.
+#
+# **You need** lesson 01. No TPU is used here. A data set of your own is welcome and not required.
+
+# %% [markdown]
+# ## Setup
+
+# %%
+import importlib.util
+import subprocess
+import sys
+
+if importlib.util.find_spec("mshnet") is None:  # a fresh Colab or Kaggle session
+    # --no-deps: the runtime's torch and torch_xla belong together and stay as they are.
+    package = "git+{{repository}}"
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", package], check=True)
+
+# %%
+DATASET = None  # your own set: the name of its folder (or NAME.zip) in Drive, such as "IRSTD-1k"
+SIZE = 256  # side of training images, pixels
+
+# %% [markdown]
+# ## Which data
+#
+# | data set | images | licence of the data |
+# |---|---|---|
+# | IRSTD-1k | 1,001 real, 512×512 | MIT |
+# | NUDT-SIRST | 1,327 synthesised, 256×256 | not stated by its authors |
+# | SIRST v1 ("NUAA-SIRST") | 427 real, 96 to 456 px | not stated by its authors |
+# | built-in scenes | as many as you ask | this project's |
+#
+# [datasets/README.md]({{repository}}/blob/main/datasets/README.md) says where each one comes from,
+# which split others use, and what is odd about it. "Not stated" means that nobody has granted a
+# right to pass the images on: keep them in your own Drive, out of public notebooks. All have this
+# layout:
+#
+# ```
+# IRSTD-1k/
+#   images/NAME.png     .png, .bmp or .jpg; grey or colour
+#   masks/NAME.png      white where the target is
+#   trainval.txt        one name a line
+#   test.txt
+# ```
+#
+# Without a data set this lesson draws its own scenes, in the same layout.
+
+# %% [markdown]
+# ## Mount Drive
+#
+# In Colab the machine is emptied when the session ends; Drive is what stays. Mounting opens a
+# window that asks for your consent. On Kaggle, attach the set with **Add Input** instead; it then
+# lies under `/kaggle/input`. Elsewhere a folder takes the part of Drive.
+
+# %%
+import os
+from pathlib import Path
+
+
+def in_colab():
+    """Whether Drive can be mounted here."""
+    if "KAGGLE_KERNEL_RUN_TYPE" in os.environ:  # Kaggle may hold Colab's packages, but no Drive
+        return False
+    try:
+        return importlib.util.find_spec("google.colab") is not None
+    except ModuleNotFoundError:  # not even the package `google` is there
+        return False
+
+
+if in_colab():
+    from google.colab import drive
+
+    drive.mount("/content/drive")
+    DRIVE, LOCAL = Path("/content/drive/MyDrive"), Path("/content/data")
+else:
+    print("No Colab here: the folder drive/ takes the part of Google Drive.")
+    DRIVE, LOCAL = Path("drive"), Path("local-data")
+DRIVE.mkdir(exist_ok=True)
+LOCAL.mkdir(exist_ok=True)
+print("kept:", DRIVE, "· emptied with the session:", LOCAL)
+
+# %%
+from mshnet.data.scenes import write_scenes
+
+if DATASET is None:
+    NAME = "mshnet-scenes"
+    write_scenes(DRIVE / NAME, train=40, test=10, size=SIZE)
+else:
+    NAME = DATASET
+print("data set:", DRIVE / NAME)
+
+# %% [markdown]
+# ## Copy once
+#
+# Drive is a network service that looks like a folder. Each file opened is a request over the
+# network, and a training opens each image and each mask again in every epoch. For the paper's
+# 400 epochs on IRSTD-1k:
+
+# %%
+EPOCHS, TRAIN_IMAGES = 400, 800  # the paper's epochs, the size of IRSTD-1k's training split
+
+print(f"reading from Drive while training: {EPOCHS * TRAIN_IMAGES * 2:,} files opened")
+print(f"copied to the local disk first:    {TRAIN_IMAGES * 2:,} files opened")
+
+# %% [markdown]
+# So the first thing a session does is to copy. `shutil.copytree` takes a function for the single
+# file: ours skips what is there in full, and moves the bar. A copy that was interrupted goes on
+# where it stopped. If Drive holds one archive instead of a folder, that is better still: a single
+# file to fetch.
+
+# %%
+import shutil
+
+from tqdm import tqdm
+
+
+def files_of(folder):
+    """Size of each file, by its path below the folder."""
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.stat().st_size for path in paths}
+
+
+def stage(source, target):
+    """Copy a data set, folder or .zip, to the local disk; the number of files copied."""
+    archive = source.with_name(f"{source.name}.zip")
+    if archive.exists() and not source.exists():
+        shutil.unpack_archive(archive, target.parent)  # the archive holds the folder itself
+        return len(files_of(target))
+    copied = 0
+
+    def copy_missing(file, to):
+        nonlocal copied
+        if not Path(to).exists() or Path(to).stat().st_size != Path(file).stat().st_size:
+            shutil.copy2(file, to)
+            copied += 1
+        bar.update()
+        return to
+
+    with tqdm(total=len(files_of(source)), desc=f"copy {source.name}", unit="file") as bar:
+        shutil.copytree(source, target, copy_function=copy_missing, dirs_exist_ok=True)
+    return copied
+
+
+data = LOCAL / NAME
+print("copied the first time: ", stage(DRIVE / NAME, data), "files")
+print("copied the second time:", stage(DRIVE / NAME, data), "files")
+
+# %% [markdown]
+# A copy that is not compared is a hope. Names and sizes on both sides:
+
+# %%
+here = files_of(data)
+print(f"{len(here)} files, {sum(here.values()) / 1e6:.1f} MB in {data}")
+if (DRIVE / NAME).exists():  # not with an archive
+    assert here == files_of(DRIVE / NAME), "the copy differs from Drive: run the cell above again"
+    print("the same names and sizes as on Drive")
+
+# %% [markdown]
+# **What just happened.** The second call copied nothing, so this cell may stand at the top of every
+# session. To make the archive of a set of your own, once, on a machine that has it:
+#
+# ```
+# zip -rq IRSTD-1k.zip IRSTD-1k
+# ```
+#
+# Upload the one file to Drive, and `DATASET = "IRSTD-1k"` finds it.
+
+# %% [markdown]
+# ## Decode once
+#
+# The local disk is not the end of it. A PNG has to be decoded, and the package decodes each file
+# once, before training, and keeps the pixels (`--cache ram`, the default; `disk` for a set that is
+# larger than the memory). What one epoch costs either way:
+
+# %%
+import time
+
+from mshnet.data.layout import DataFolder
+from mshnet.data.store import SampleStore
+
+samples = DataFolder(data).samples("train")
+stores = {
+    "files, one by one": SampleStore(samples, cache="none"),
+    "decoded cache": SampleStore(samples, cache="ram"),
+}
+on_disk = sum(path.stat().st_size for s in samples for path in (s.image, s.mask))
+opened = {"files, one by one": 2 * len(samples), "decoded cache": 0}
+
+print(f"an epoch of {len(samples)} samples:")
+for name, store in stores.items():
+    start = time.perf_counter()
+    pixels = sum(
+        image.nbytes + mask.nbytes for image, mask in (store[i] for i in range(len(store)))
+    )
+    took = time.perf_counter() - start
+    print(f"{name:<18} {opened[name]:>4} files opened, {1000 * took:8.2f} ms")
+print(f"{on_disk / 1e6:.2f} MB as files, {pixels / 1e6:.2f} MB decoded")
+
+# %% [markdown]
+# **What just happened.** The same pixels, without opening a file. The times are those of a local
+# disk that has just been read; a Drive that answers each request over the network is not in them.
+# The price is memory: the decoded bytes in the last line. For the real sets that is little, as the
+# exercise of multiplying 1,001 × 512 × 512 × 2 shows: about half a gigabyte.
+
+# %% [markdown]
+# ## Check
+#
+# `mshnet check-data` reads everything once and reports. As a function:
+
+# %%
+from mshnet.data.check import check, table
+
+report = check(data)
+print(table(report))
+assert not report.errors(), "mend the data set first"
+
+# %% [markdown]
+# Compare the counts with those in datasets/README.md before the first run: the wrong split gives
+# numbers that nobody can compare. The same as a command, for scripts. Its exit code is 0 when
+# training would start and 2 when it would not, and `--json` prints the whole report for a program:
+
+# %%
+import json
+
+
+def check_data(*arguments):
+    """Run the command as a shell would."""
+    command = [sys.executable, "-m", "mshnet", "check-data", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+done = check_data(data, "--json")
+counted = {name: split["images"] for name, split in json.loads(done.stdout)["splits"].items()}
+print("exit code", done.returncode, counted)
+assert done.returncode == 0
+
+# %% [markdown]
+# ## Break it
+#
+# What does the check say about a set that is not whole? We damage a copy in four ways that occur in
+# real life: an upload that stopped in the middle of an image, a mask that was lost, a mask that is
+# not black and white (85 of IRSTD-1k's are not), and a name that is in both lists.
+
+# %%
+import numpy as np
+from PIL import Image
+
+broken = LOCAL / "broken"
+shutil.rmtree(broken, ignore_errors=True)
+shutil.copytree(data, broken)
+folder = DataFolder(broken)
+truncated, maskless, grey, shared = folder.samples("train")[:4]
+
+whole = truncated.image.read_bytes()
+truncated.image.write_bytes(whole[: len(whole) // 2])
+maskless.mask.unlink()
+mask = np.asarray(Image.open(grey.mask).convert("L"))
+Image.fromarray(np.where(mask > 127, 253, 7).astype(np.uint8)).save(grey.mask)
+with folder.list_file("test").open("a") as names:
+    names.write(f"\n{shared.name}\n")
+
+damaged = check(broken)
+print(table(damaged))
+assert len(damaged.errors()) == 2, damaged.errors()
+assert grey.name in damaged.splits["train"].touched
+assert damaged.shared_names == [shared.name]
+
+# %% [markdown]
+# **What just happened.** Two findings are errors, each with the file and what to do. The other two
+# let training start, and are said all the same:
+#
+# * A mask that is not binary is cut at half of its maximum, and named. (Code that casts masks to
+#   integers turns 253/255 into 0, and the whole mask into background.)
+# * A picture in both lists makes the test too easy. The check also finds the same picture under two
+#   names, by its content.
+#
+# Training does not start on a broken set. It reads all files first, and stops at once instead of
+# in the middle of the night:
+
+# %%
+from mshnet import RequestError
+
+try:
+    SampleStore(DataFolder(broken).samples("train"))
+except RequestError as error:
+    print("refused:", error)
+else:
+    raise AssertionError("a broken set was accepted")
+print("exit code of check-data:", check_data(broken).returncode)
+
+# %% [markdown]
+# ## Look at it
+#
+# No count replaces a look. The first six samples, with the outline of the mask in red:
+
+# %%
+import matplotlib.pyplot as plt
+
+from mshnet import plots
+
+store = stores["decoded cache"]
+
+
+def show(pictures, titles):
+    """Pictures side by side, three in a row."""
+    rows = -(-len(pictures) // 3)
+    _, axes = plt.subplots(rows, 3, figsize=(10, 3.5 * rows), layout="constrained", squeeze=False)
+    for axis, picture, title in zip(axes.flat, pictures, titles):
+        axis.imshow(picture)
+        axis.set_title(title, fontsize=9)
+    for axis in axes.flat:
+        axis.axis("off")
+    plt.show()
+
+
+def outlined(image, mask):
+    """A grey image with the outline of its mask."""
+    return plots.overlay(np.stack([image] * 3, axis=-1), mask != 0)
+
+
+show(
+    [outlined(*store[i]) for i in range(6)],
+    [f"{store.samples[i].name}: {int(store[i][1].sum())} px of target" for i in range(6)],
+)
+
+# %% [markdown]
+# **What just happened.** The targets are a few pixels each, and bright clouds, walls and glints are
+# not targets. If an outline sits beside its target in your own set, image and mask do not belong
+# together, and no training will mend that.
+#
+# ## What training sees
+#
+# Training never sees the images like this. Each time it flips, scales to between half and twice the
+# size, crops and blurs, at random. One image, in six epochs:
+
+# %%
+from mshnet.data.feed import TrainingSet
+
+training = TrainingSet(store, base_size=SIZE, crop_size=SIZE, seed=0)
+views = [training[epoch, 0] for epoch in range(6)]
+show(
+    [outlined(image[0].numpy(), mask[0].numpy()) for image, mask in views],
+    [f"epoch {epoch}: {int(mask.sum())} px of target" for epoch, (_, mask) in enumerate(views)],
+)
+
+# %% [markdown]
+# **What just happened.** A sample is addressed by epoch and index, and its randomness comes from
+# (seed, epoch, index) alone. So the same address gives the same picture, in any worker and after a
+# restart. A crop of an enlarged image can miss every target; black is where a shrunken one ended.
+# How often is a crop empty?
+
+# %%
+again = training[3, 0]
+assert (again[0] == views[3][0]).all() and (again[1] == views[3][1]).all()
+
+crops = [training[epoch, index][1] for epoch in range(5) for index in range(len(store))]
+empty = sum(not mask.any() for mask in crops)
+print(f"{empty} of {len(crops)} crops hold no target ({100 * empty / len(crops):.0f} %)")
+
+# %% [markdown]
+# These crops are useful: they are where false alarms are punished. A loss has to be able to learn
+# from them, and the package's can (an IoU whose numerator is zero has no gradient unless it is
+# smoothed).
+
+# %% [markdown]
+# ## Bytes on the way
+#
+# Eight cores of a TPU eat images faster than a host can prepare them, so each byte counts. Usual
+# loaders send float32 RGB. An infrared frame has one channel of 8 bits:
+
+# %%
+image, mask = views[0]
+as_float_rgb = image.float().expand(3, -1, -1).contiguous()
+
+print("sent by the package:", tuple(image.shape), image.dtype, f"{image.nbytes / 1024:5.0f} KiB")
+print("float32 RGB:        ", tuple(as_float_rgb.shape), as_float_rgb.dtype, end=" ")
+print(f"{as_float_rgb.nbytes / 1024:5.0f} KiB, {as_float_rgb.nbytes // image.nbytes} times as much")
+assert as_float_rgb.nbytes == 12 * image.nbytes
+
+# %% [markdown]
+# **What just happened.** Three channels of four bytes for one of one. The package sends the single
+# byte and makes the network's three normalised channels on the device.
+
+# %% [markdown]
+# ## Exercise
+#
+# A small subset is handy for trying things out. Some collections name their lists differently:
+# `img_idx/train_NAME.txt` and `img_idx/test_NAME.txt`, where NAME is the folder's name.
+#
+# Make a set `subset` beside your data that has **20 training images and 5 test images**, with lists
+# of that form, and have `check` accept it without an error or a warning.
+
+# %% cellView="form" jupyter={"source_hidden": true}
+# @title Solution (open after trying)
+subset = LOCAL / "subset"
+shutil.rmtree(subset, ignore_errors=True)
+for name in ("images", "masks", "img_idx"):
+    (subset / name).mkdir(parents=True)
+
+for split, count in (("train", 20), ("test", 5)):
+    chosen = DataFolder(data).samples(split)[:count]
+    for sample in chosen:
+        shutil.copy2(sample.image, subset / "images")
+        shutil.copy2(sample.mask, subset / "masks")
+    names = "\n".join(sample.name for sample in chosen)
+    (subset / "img_idx" / f"{split}_subset.txt").write_text(names + "\n")
+
+answer = check(subset)
+print(table(answer))
+assert {name: split.images for name, split in answer.splits.items()} == {"train": 20, "test": 5}
+assert not answer.errors() and not answer.shared_names and not answer.shared_content
+
+# %% [markdown]
+# Train on it with `mshnet train --dataset-dir local-data/subset` (in Colab:
+# `/content/data/subset`). A number from 5 test images is no result; use it to see that things run.
+
+# %% [markdown]
+# ## Recap
+#
+# * Drive keeps, the local disk works: copy once at the start of a session, compare names and sizes,
+#   decode once into memory.
+# * `mshnet check-data` finds what training would stop at, and names what would make the numbers
+#   wrong: masks that are not binary, pictures in both lists.
+# * An augmented sample depends on seed, epoch and index alone; it travels as 8-bit grey, a twelfth
+#   of float32 RGB.
+#
+# **Next:** lesson 04, one core.

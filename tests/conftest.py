@@ -1,0 +1,56 @@
+"""What several test files share."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+torch.set_num_threads(2)  # also where the machine has more: small tensors gain nothing from them
+
+SIRST_BESIDE = Path(__file__).parents[2] / "shared" / "datasets" / "SIRST"
+
+
+@pytest.fixture(scope="session")
+def sirst() -> Path:
+    """The real SIRST data set, which is not part of the project (datasets/README.md)."""
+    folder = Path(os.environ.get("MSHNET_SIRST") or SIRST_BESIDE)
+    if not (folder / "trainval.txt").is_file():
+        pytest.skip("the SIRST data set is not here: set MSHNET_SIRST to its folder")
+    return folder
+
+
+@pytest.fixture
+def tiny_dataset(tmp_path) -> Callable[..., Path]:
+    """Writes small images with targets in the common layout, and returns their folder."""
+
+    def write(train: int = 4, test: int = 2, size: int = 32, folder: Path | None = None) -> Path:
+        folder = folder or tmp_path / "tiny"
+        for part in ("images", "masks"):
+            (folder / part).mkdir(parents=True)
+        for file, split, count in (("trainval.txt", "train", train), ("test.txt", "test", test)):
+            names = [f"{split}_{i}" for i in range(count)]
+            for name in names:
+                image, mask = tiny_sample(name, size)
+                Image.fromarray(image).save(folder / "images" / f"{name}.png")
+                Image.fromarray(mask).save(folder / "masks" / f"{name}.png")
+            (folder / file).write_text("\n".join(names) + "\n")
+        return folder
+
+    return write
+
+
+def tiny_sample(name: str, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Noise with one or two bright targets of 3×3: image and mask of 0 and 255, uint8."""
+    rng = np.random.default_rng(list(name.encode()))
+    image = rng.integers(20, 90, (size, size), np.uint8)
+    mask = np.zeros((size, size), np.uint8)
+    half = size // 2
+    for row in rng.permutation([0, half])[: rng.integers(1, 3)]:  # one in each half at most
+        y, x = row + rng.integers(1, half - 4), rng.integers(1, size - 4)
+        image[y : y + 3, x : x + 3] = 220
+        mask[y : y + 3, x : x + 3] = 255
+    return image, mask

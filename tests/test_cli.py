@@ -1,0 +1,309 @@
+"""The commands as a user meets them: exit codes, messages, results."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from mshnet import MSHNet
+from mshnet.cli import main, main_tpu
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = ["--base-size", "32", "--crop-size", "32", "--batch-size", "2", "--workers", "0"]
+
+
+@pytest.fixture
+def data(tiny_dataset, tmp_path, monkeypatch):
+    """A sound data set as ``data`` in an otherwise empty working folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+    return tiny_dataset(folder=tmp_path / "data")
+
+
+@pytest.fixture
+def weights(tmp_path):
+    """Weights of an untrained network of the official size."""
+    torch.manual_seed(0)
+    path = tmp_path / "weights.pkl"
+    torch.save(MSHNet().state_dict(), path)
+    return path
+
+
+# Each break leaves a folder `data` with one thing wrong in it, or a file that is not what it seems.
+
+
+def sound(data):
+    pass
+
+
+def no_list(data):
+    (data / "trainval.txt").unlink()
+
+
+def empty_list(data):
+    (data / "trainval.txt").write_text("\n\n")
+
+
+def unknown_name(data):
+    (data / "trainval.txt").write_text("train_0\ntrain_1\nghost\n")
+
+
+def no_mask(data):
+    (data / "masks" / "train_1.png").unlink()
+
+
+def no_masks_folder(data):
+    shutil.rmtree(data / "masks")
+
+
+def truncated(data):
+    path = data / "images" / "train_1.png"
+    path.write_bytes(path.read_bytes()[:-200])
+
+
+def other_size(data):
+    Image.new("L", (16, 16)).save(data / "masks" / "test_1.png")
+
+
+def masks_of_one(data):
+    for path in (data / "masks").iterdir():
+        Image.fromarray((np.asarray(Image.open(path)) > 0).astype(np.uint8)).save(path)
+
+
+def empty_weights(data):
+    Path("w.pkl").write_bytes(b"")
+
+
+def foreign_weights(data):
+    torch.save({"model": torch.nn.Linear(1, 1)}, "w.pkl")  # a pickled class: could run code
+
+
+def text_weights(data):
+    Path("w.pkl").write_text("not a weight file")
+
+
+def narrow_weights(data):
+    torch.save(MSHNet(widths=(4, 8, 16, 32, 64)).state_dict(), "w.pkl")
+
+
+def other_network(data):
+    torch.save(torch.nn.Linear(2, 2).state_dict(), "w.pkl")
+
+
+def no_tensors(data):
+    torch.save({"epoch": 3}, "w.pkl")
+
+
+def earlier_run(data):
+    Path("run").mkdir()
+    Path("run/checkpoint.pkl").write_bytes(b"x")
+
+
+def file_as_folder(data):
+    Path("run").write_text("")
+
+
+BAD_TRAINING = [
+    (sound, "--dataset-dir nowhere", "nowhere does not exist; datasets/README.md"),
+    (no_masks_folder, "", "has no folder masks/"),
+    (no_list, "", "has no train list; expected trainval.txt"),
+    (empty_list, "", "trainval.txt is empty"),
+    (unknown_name, "", "names ghost, but"),
+    (no_mask, "", "has no train_1.png"),
+    (truncated, "", "images/train_1.png cannot be read as an image"),
+    (other_size, "", "test_1.png is 32×32 but its mask"),
+    (masks_of_one, "", "multiplied by 255"),
+    (sound, "--batch-size 5", "(4 images); use at most 4"),
+    (sound, "--batch-size 0", "--batch-size 0: must be at least 1"),
+    (sound, "--epochs -3", "--epochs -3: must be at least 1"),
+    (sound, "--lr 0", "--lr 0.0: must be a positive number"),
+    (sound, "--lr nan", "--lr nan: must be a positive number"),
+    (sound, "--lr fast", "argument --lr: invalid float value: 'fast'"),
+    (sound, "--warm-epoch -1", "--warm-epoch -1: must be 0 or more"),
+    (sound, "--workers -1", "--workers -1: must be 0 or more"),
+    (sound, "--base-size 100", "--base-size 100: must be a multiple of 16, for example 96"),
+    (sound, "--crop-size 40", "--crop-size 40: must be a multiple of 16, for example 32"),
+    (sound, "--channels 2", "--channels 2: must be one of 1, 3"),
+    (sound, "--precision fp16", "argument --precision: invalid choice: 'fp16'"),
+    (sound, "--device gpu", "argument --device: invalid choice: 'gpu'"),
+    (sound, "--use-tpu", "Runtime > Change runtime type > v5e-1 TPU"),
+    (sound, "--num-cores 8 --device cpu", "--num-cores 8: --device cpu trains on 1"),
+    (sound, "--num-cores 0", "--num-cores 0: must be at least 1"),
+    (sound, "--device cuda", "PyTorch finds no CUDA GPU; choose --device cpu"),
+    (sound, "--bach-size 4", "unrecognized arguments: --bach-size 4"),
+    (sound, "--weight-path gone.pkl", "gone.pkl does not exist"),
+    (sound, "--weight-path data", "data is a folder; name the file in it"),
+    (empty_weights, "--weight-path w.pkl", "w.pkl is empty"),
+    (foreign_weights, "--weight-path w.pkl", "holds Python objects besides tensors"),
+    (text_weights, "--weight-path w.pkl", "w.pkl is damaged, or holds Python objects"),
+    (narrow_weights, "--weight-path w.pkl", "is for an MSHNet of other widths"),
+    (other_network, "--weight-path w.pkl", "is not for this MSHNet"),
+    (no_tensors, "--weight-path w.pkl", "holds no weights"),
+    (earlier_run, "--save-dir run", "holds an earlier run; continue it with --resume run"),
+    (file_as_folder, "--save-dir run", "--save-dir run cannot be written"),
+    (sound, "--save-dir /proc/run", "--save-dir /proc/run cannot be written"),
+    (sound, "--resume gone", "--resume gone: there is no gone"),
+    (narrow_weights, "--resume w.pkl", "holds weights but no training state"),
+    (sound, "--mode test", "--weight-path is missing"),
+]
+
+
+@pytest.mark.parametrize(
+    ("broken", "flags", "expected"),
+    BAD_TRAINING,
+    ids=[f"{broken.__name__} {flags}".strip() for broken, flags, _ in BAD_TRAINING],
+)
+def test_a_wrong_request_is_one_line_and_exit_2(data, capsys, broken, flags, expected):
+    broken(data)
+    before = set(data.parent.rglob("*"))
+    arguments = flags.split()
+    if "--dataset-dir" not in arguments:
+        arguments += ["--dataset-dir", "data"]
+    given = [*SMALL, "--epochs", "1", "--device", "cpu", *arguments]
+    if "--use-tpu" in arguments:
+        given = [*SMALL, *arguments]
+    assert main_tpu(given) == 2
+    message = capsys.readouterr().err
+    print(f"{flags or broken.__name__}: {message}")
+    assert expected in message
+    assert message.count("\n") == 1
+    left = {path for path in set(data.parent.rglob("*")) - before if path.is_file()}
+    assert not left, "a refused request leaves no file behind"
+
+
+def test_more_cores_than_xla_on_the_cpu_has(data, capsys, monkeypatch):
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    arguments = ["--dataset-dir", "data", *SMALL, "--use-tpu", "--num-cores", "8"]
+    assert main_tpu(arguments) == 2
+    message = capsys.readouterr().err
+    assert "--num-cores 8: this machine has 1" in message
+    assert "Kaggle's TPU v5e-8 has 8" in message
+
+
+def test_too_little_space_is_refused_before_training(data, capsys, monkeypatch):
+    usage = shutil.disk_usage(".")._replace(free=3_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    assert main_tpu(["--dataset-dir", "data", *SMALL, "--device", "cpu"]) == 2
+    assert "has 3 MB free, a run writes up to" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["predict", "gone.png", "--weight-path", "W"], "gone.png names no image"),
+        (["predict", "data/images/test_0.png"], "--weight-path is missing"),
+        (["predict", "data/trainval.txt", "--weight-path", "W"], "cannot be read as an image"),
+        (["check-data", "nowhere"], "nowhere does not exist"),
+        (["fly"], "invalid choice: 'fly'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_requests_of_the_other_commands(data, weights, capsys, arguments, expected):
+    arguments = [str(weights) if a == "W" else a for a in arguments]
+    assert main([*arguments] + (["--device", "cpu"] if arguments[0] == "predict" else [])) == 2
+    message = capsys.readouterr().err
+    assert expected in message
+    assert message.count("\n") == 1
+
+
+def test_train_test_predict_end_to_end(data, capsys):
+    arguments = ["--dataset-dir", "data", *SMALL, "--epochs", "2", "--warm-epoch", "0"]
+    assert main_tpu([*arguments, "--device", "cpu", "--save-dir", "run", "--json"]) == 0
+    captured = capsys.readouterr()
+    best = json.loads(captured.out.splitlines()[-1])
+    assert best["run"] == "run"
+
+    records = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    required = "epoch loss iou niou pd fa seconds images_per_second compilations fallbacks"
+    assert [r["epoch"] for r in records] == [0, 1]
+    assert [r["phase"] for r in records] == ["warm-up", "full"]
+    assert all(set(required.split()) <= set(r) for r in records)
+    for name in ("config.json", "weight.pkl", "checkpoint.pkl", "curves.png", "examples.png"):
+        assert Path("run", name).stat().st_size > 0, name
+    assert json.loads(Path("run/config.json").read_text())["batch_size"] == 2
+
+    # The file opens anywhere, and the best epoch's numbers come back from it.
+    content = torch.load("run/weight.pkl", weights_only=True)
+    MSHNet().load_state_dict(content["state_dict"])
+    flags = ["--dataset-dir", "data", "--base-size", "32", "--batch-size", "2", "--device", "cpu"]
+    assert main(["test", *flags, "--weight-path", "run/weight.pkl", "--json"]) == 0
+    captured = capsys.readouterr()
+    results = json.loads(captured.out)
+    assert results["corrected"]["iou"] == best["iou"]
+    assert results["official"]["fa"] == best["fa_official"]
+    assert "corrected definition, test split (2 images) at 32×32" in captured.err
+
+    flags = ["--weight-path", "run/weight.pkl", "--base-size", "32", "--device", "cpu"]
+    assert main(["predict", "data/images", "data/images/test_*.png", *flags]) == 0
+    assert "detections in 6 images" in capsys.readouterr().out
+    assert len(list(Path("predictions/overlays").iterdir())) == 6
+    assert Path("predictions/detections.csv").read_text().startswith("image,x,y,area,score")
+
+
+def test_check_data_says_ready_or_exits_2(data, capsys):
+    assert main(["check-data", "data"]) == 0
+    assert "ready for training" in capsys.readouterr().out
+    truncated(data)
+    assert main(["check-data", "data", "--json"]) == 2
+    assert "train_1.png cannot be read" in json.loads(capsys.readouterr().out)["errors"][0]
+
+
+def test_without_a_data_set_the_built_in_scenes_are_used(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("mshnet.data.source.TRAIN_SCENES", 4)
+    monkeypatch.setattr("mshnet.data.source.TEST_SCENES", 2)
+    assert main(["train", *SMALL, "--epochs", "1", "--device", "cpu"]) == 0
+    assert "no --dataset-dir: using built-in synthetic scenes" in capsys.readouterr().out
+    assert len(list(Path("weight").glob("MSHNet-*"))) == 1
+
+
+@pytest.mark.parametrize("command", [[], ["train"], ["test"], ["predict"], ["check-data"]])
+def test_help_teaches(command, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main([*command, "--help"])
+    assert exit.value.code == 0
+    assert "usage: mshnet" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def no_xla(tmp_path_factory):
+    """Environment of a Python that has everything installed here but torch_xla."""
+    folder = tmp_path_factory.mktemp("site-packages")
+    for path in Path(sysconfig.get_paths()["purelib"]).iterdir():
+        if not path.name.startswith("torch_xla") and path.suffix != ".pth":
+            (folder / path.name).symlink_to(path)
+    keep = {key: value for key, value in os.environ.items() if key != "PJRT_DEVICE"}
+    return keep | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+
+
+def run_without_xla(environment, *arguments):
+    """-S: the usual site-packages, where torch_xla is, are not looked at."""
+    command = [sys.executable, "-S", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_without_torch_xla_everything_but_the_tpu_works(data, no_xla):
+    hidden = run_without_xla(no_xla, "-c", "import torch_xla")
+    assert "No module named 'torch_xla'" in hidden.stderr
+
+    flags = ["--dataset-dir", "data", *SMALL, "--epochs", "1", "--save-dir", "run"]
+    done = run_without_xla(no_xla, str(ROOT / "main_tpu.py"), *flags)  # --device auto
+    assert done.returncode == 0, done.stderr
+    assert "device: c" in done.stdout  # cpu, or cuda where there is one
+    flags = ["--weight-path", "run/weight.pkl", "--base-size", "32"]
+    done = run_without_xla(no_xla, "-m", "mshnet", "test", "--dataset-dir", "data", *flags)
+    assert done.returncode == 0, done.stderr
+    done = run_without_xla(no_xla, "-m", "mshnet", "predict", "data/images", *flags)
+    assert done.returncode == 0, done.stderr
+
+    refused = run_without_xla(no_xla, "-m", "mshnet", "train", "--use-tpu", *SMALL)
+    assert refused.returncode == 2
+    assert "torch_xla is not installed" in refused.stderr

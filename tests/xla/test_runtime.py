@@ -1,0 +1,63 @@
+"""The runtime's counters, its feed, and the gate before it."""
+
+import importlib.metadata
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from mshnet import RequestError
+from mshnet.training import backend as backends
+from mshnet.xla import runtime
+
+
+def test_counters_count_compilations_fallbacks_and_reads(xla):
+    x = xla.put(torch.arange(6.0).reshape(1, 6))
+    before = runtime.counters()
+    y = (x * 3).sum()
+    runtime.end_step()
+    assert (runtime.counters() - before).compilations == 1
+    y.item()
+    torch.linalg.eigvals(xla.put(torch.eye(3)))  # no XLA lowering: runs on the host
+    counted = runtime.counters() - before
+    assert counted.host_reads == 1
+    assert counted.fallbacks >= 1
+
+
+class Numbers(Dataset):
+    def __init__(self, broken_at=None):
+        self.broken_at = broken_at
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        if index == self.broken_at:
+            raise RequestError("image 4 is damaged")
+        return torch.tensor([index])
+
+
+def test_the_feed_gives_every_batch_on_the_device_in_order(xla):
+    feed = runtime.DeviceFeed(DataLoader(Numbers(), batch_size=2), xla.device)
+    batches = list(feed)
+    assert len(feed) == 3
+    assert all(batch.device == xla.device for batch in batches)
+    assert torch.cat([batch.cpu() for batch in batches]).flatten().tolist() == list(range(6))
+
+
+def test_a_failing_loader_fails_the_epoch_instead_of_ending_it(xla):
+    # torch_xla's own loader ends the loop as if the epoch were over.
+    feed = runtime.DeviceFeed(DataLoader(Numbers(broken_at=4), batch_size=2), xla.device)
+    with pytest.raises(RequestError, match="image 4 is damaged"):
+        list(feed)
+
+
+def test_versions_that_do_not_belong_together_are_refused(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.8.1")
+    with pytest.raises(RequestError, match=r"torch 2.9.0.* and torch_xla 2.8.1 do not belong"):
+        backends.choose("tpu")
+
+
+def test_scalars_may_not_be_put_on_the_device(xla):
+    with pytest.raises(AssertionError, match="constant of the graph"):
+        xla.put(torch.tensor(0.0))

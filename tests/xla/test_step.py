@@ -1,0 +1,126 @@
+"""The training step as XLA sees it, on a narrow network: what is traced, compiled and computed."""
+
+import pytest
+import torch
+import torch_xla.core.xla_model as xm
+from torch.optim import Adagrad
+
+from mshnet import MSHNet, SLSIoULoss
+from mshnet.training import backend as backends
+from mshnet.training.step import Normalize, evaluation_step, train_step
+from mshnet.xla import runtime
+
+SIZE = 32
+WARM_EPOCH = 0
+
+
+class Run:
+    """Model, optimizer and steps on one backend."""
+
+    def __init__(self, backend):
+        torch.manual_seed(0)
+        self.backend = backend
+        self.model = MSHNet(widths=(2, 4, 4, 4, 4), depths=(1, 1, 1, 1, 1))
+        self.optimizer = backend.place(self.model, lambda m: Adagrad(m.parameters(), lr=0.05), None)
+        self.normalize = Normalize().to(backend.device)
+        self.criterion = SLSIoULoss()
+
+    def trace(self, epoch, batch):
+        images, masks = batch
+        return train_step(
+            self.model,
+            self.normalize,
+            self.criterion,
+            self.optimizer,
+            self.backend,
+            self.backend.put(images),
+            self.backend.put(masks),
+            WARM_EPOCH,
+            epoch,
+        )
+
+    def step(self, epoch, batch):
+        loss = self.trace(epoch, batch)
+        self.backend.end_step()
+        return loss
+
+    def evaluate(self, images, full):
+        self.model.eval()
+        logits = evaluation_step(
+            self.model,
+            self.normalize,
+            self.backend,
+            self.backend.put(images),
+            self.backend.put(torch.tensor([full])),
+        )
+        self.backend.end_step()
+        self.model.train()
+        return logits.cpu()
+
+
+def batch(seed, size=2):
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randint(0, 256, (size, 1, SIZE, SIZE), dtype=torch.uint8, generator=generator)
+    masks = torch.zeros(size, 1, SIZE, SIZE, dtype=torch.uint8)
+    masks[..., 10:13, 5 + seed : 8 + seed] = 1
+    return images, masks
+
+
+@pytest.fixture(scope="module")
+def histories(xla):
+    """The same nine steps and evaluations on XLA and on the eager CPU."""
+    before = runtime.counters()
+    result = {}
+    for backend in (xla, backends.choose("cpu")):
+        run = Run(backend)
+        losses, logits = [], []
+        for epoch in (0, 1, 2):
+            losses += [run.step(epoch, batch(seed)) for seed in range(3)]
+            logits.append(run.evaluate(batch(9)[0], full=epoch > WARM_EPOCH))
+        if backend is xla:
+            result["counted"] = runtime.counters() - before
+        name = "xla" if backend is xla else "cpu"
+        result[name] = ([loss.item() for loss in losses], logits)
+    return result
+
+
+def test_a_whole_run_compiles_three_graphs_and_none_falls_back(histories):
+    print(histories["counted"])
+    assert histories["counted"].compilations == 3  # warm-up, full phase, evaluation
+    assert histories["counted"].fallbacks == 0
+    assert histories["counted"].host_reads == 0
+
+
+def test_xla_and_eager_give_the_same_losses_and_logits(histories):
+    # Later steps drift: Adagrad scales rounding noise up (see test_golden.py).
+    xla_losses, xla_logits = histories["xla"]
+    cpu_losses, cpu_logits = histories["cpu"]
+    assert xla_losses[:2] == pytest.approx(cpu_losses[:2], rel=1e-4)
+    assert xla_losses == pytest.approx(cpu_losses, rel=5e-2)
+    assert all(torch.isfinite(x).all() for x in (*xla_logits, *cpu_logits))
+
+
+def graph_size(run, size):
+    """Operations in the HLO of a full-phase step."""
+    loss = run.trace(1, batch(0, size))
+    text = xm.get_stablehlo([loss])
+    run.backend.end_step  # noqa: B018 - named, not called: the graph is only looked at
+    return text.count(" = stablehlo.")
+
+
+def test_the_traced_graph_does_not_grow_with_the_batch(xla):
+    small, large = graph_size(Run(xla), 2), graph_size(Run(xla), 16)
+    print(small, large)
+    assert 0 < small == large
+
+
+def test_bfloat16_trains_without_fallback():
+    backend = backends.choose("tpu", precision="bf16")
+    before = runtime.counters()
+    run = Run(backend)
+    losses = [run.step(1, batch(seed)).item() for seed in range(3)]
+    counted = runtime.counters() - before
+    assert all(torch.isfinite(torch.tensor(losses)))
+    assert counted.fallbacks == 0
+    assert counted.compilations == 1
+    assert all(p.dtype == torch.float32 for p in run.model.parameters())

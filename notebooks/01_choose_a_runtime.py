@@ -77,10 +77,11 @@ clock.set(title="who works when (a sketch, not to scale)", xlabel="time →", xt
 
 counts = np.arange(1, 385)
 lanes.plot(counts, 100 * used(counts), color=WORK)
-for count in (32, 128, 129):
-    lanes.plot(count, 100 * used(count), "o", color=WAIT)
-    label = f"{count} values: {100 * used(count):.0f} %"
-    lanes.annotate(label, (count, 100 * used(count)), xytext=(8, -9), textcoords="offset points")
+for count, side in ((32, "left"), (128, "right"), (129, "left")):
+    percent = 100 * used(count)
+    lanes.plot(count, percent, "o", color=WAIT)
+    shift = 9 if side == "left" else -9
+    lanes.text(count + shift, percent, f"{count} values: {percent:.0f} %", ha=side, va="center")
 lanes.set(title="lanes that hold data", xlabel="length of the axis", ylabel="%", ylim=(0, 109))
 plt.show()
 
@@ -98,12 +99,20 @@ plt.show()
 # %% [markdown]
 # ## Where TPUs are to be had
 #
-# | where | TPU | cores | memory of a core | how |
-# |---|---|---|---|---|
-# | Colab, free and paid | v5e-1 | **1** | 16 GB | Runtime > Change runtime type > **v5e-1 TPU** > Save |
-# | Colab, paid | v6e-1 | **1** | 32 GB | the same menu, **v6e-1 TPU** |
-# | Kaggle | v5e-8 | **8** | 16 GB | Settings > Accelerator > **TPU v5e-8** |
-# | Cloud TPU VM | v5litepod-8, v6e-8 and larger | 8 and up | as above | `gcloud compute tpus tpu-vm create …` |
+# | where | TPU | cores | memory of a core |
+# |---|---|---|---|
+# | Colab, free and paid | v5e-1 | **1** | 16 GB |
+# | Colab, paid | v6e-1 | **1** | 32 GB |
+# | Kaggle | v5e-8 | **8** | 16 GB |
+# | Cloud TPU VM | v5litepod-8, v6e-8, larger ones | 8 and up | as above |
+#
+# How to get one:
+#
+# * **Colab**: Runtime > Change runtime type > v5e-1 TPU (or v6e-1 TPU) > Save.
+# * **Kaggle**: Settings > Accelerator > TPU v5e-8.
+# * **Cloud**: `gcloud compute tpus tpu-vm create …`, then log in to the machine.
+#
+# And what to know:
 #
 # * The number after the dash counts cores. **Colab's v2-8 is gone**: its
 #   [retirement](https://github.com/googlecolab/colabtools/issues/5566) was announced in August 2025
@@ -111,8 +120,8 @@ plt.show()
 #   `--num-cores 8` in Colab are older than that. Lesson 05 uses Kaggle for eight cores, or eight
 #   virtual ones.
 # * Free Colab sessions are short and end without asking. Lesson 06 saves to Drive and resumes.
-# * Kaggle asks for a verified phone number before it lends accelerators. A kernel whose metadata pin
-#   a CPU docker image gets a machine without a TPU, and no message.
+# * Kaggle asks for a verified phone number before it lends accelerators. A kernel whose metadata
+#   pin a CPU docker image gets a machine without a TPU, and no message.
 # * After changing the runtime you have a new machine: files and installed packages of the old one
 #   are gone.
 
@@ -261,9 +270,9 @@ assert map_bytes(129) == 2 * map_bytes(128)
 # %% [markdown]
 # The map costs the same for 32 images as for 128. So an image is four times as dear at batch 32,
 # in memory and in the time it takes to move it. This is why a batch of 128 in bfloat16 suits a
-# single v5e core, and why 32 images spread over eight cores, four on each, fill so little. The whole
-# network is kinder than this one map: its deeper levels have more channels, and there the channels
-# lie in the lanes. Lesson 09 asks the real TPU compiler for the sum.
+# single v5e core, and why 32 images spread over eight cores, four on each, fill so little. The
+# whole network is kinder than this one map: its deeper levels have more channels, and there the
+# channels lie in the lanes. Lesson 09 asks the real TPU compiler for the sum.
 
 # %% [markdown]
 # ## Recap

@@ -176,7 +176,7 @@ error = relative_error(a.to(device) @ b.to(device), reference)
 print(f"expected of one bfloat16 pass: {rounding:.1e}")
 print(f"measured on this device:       {error:.1e}")
 
-TOLERANCE = 8 * rounding if TPU else 1e-5  # room for a few products in a row
+TOLERANCE = 10 * rounding if TPU else 1e-5  # room for a few products in a row
 assert error < TOLERANCE, error
 
 # %% [markdown]
@@ -262,10 +262,10 @@ assert compiled[0] > 0 and compiled[1:] == [0, 0, 0], compiled
 # | `xm.xrt_world_size()` | `torch_xla.runtime.world_size()`, or `global_runtime_device_count()` |
 # | `xm.get_ordinal()` | `torch_xla.runtime.global_ordinal()` |
 # | `xm.mark_step()` | `torch_xla.sync()`, or `with torch_xla.step():` |
-# | `xmp.spawn(fn, nprocs=8)` | `torch_xla.launch(fn)`: every core there is; `TPU_NUM_DEVICES` limits them |
-# | spawning from a notebook that has used the device | `!mshnet train …`, its own process; or SPMD (lesson 05) |
+# | `xmp.spawn(fn, nprocs=8)` | `torch_xla.launch(fn)`; `TPU_NUM_DEVICES` limits the cores |
+# | spawning after using the device | a process of its own, or SPMD (lesson 05) |
 # | `pl.ParallelLoader(loader, [device])` | `MpDeviceLoader(loader, device)` |
-# | `if xm.is_master_ordinal(): xm.save(…)` | hangs: `xm.save` itself waits for all replicas, so all call it |
+# | `if xm.is_master_ordinal(): xm.save(…)` | `xm.save(…)` on all: it waits for all, or hangs |
 # | "no mixed precision on TPU" | `torch.autocast("xla", dtype=torch.bfloat16)` |
 #
 # Do not take our word for it. The next cell makes the calls:

@@ -116,11 +116,12 @@ print(f"copied to the local disk first:    {TRAIN_IMAGES * 2:,} files opened")
 # %% [markdown]
 # So the first thing a session does is to copy. `shutil.copytree` takes a function for the single
 # file: ours skips what is there in full, and moves the bar. A copy that was interrupted goes on
-# where it stopped. If Drive holds one archive instead of a folder, that is better still: a single
-# file to fetch.
+# where it stopped. If Drive holds one archive instead of a folder, that is better still: one file
+# to open over the network, not a thousand.
 
 # %%
 import shutil
+import zipfile
 
 from tqdm import tqdm
 
@@ -131,30 +132,42 @@ def files_of(folder):
     return {str(path.relative_to(folder)): path.stat().st_size for path in paths}
 
 
-def stage(source, target):
-    """Copy a data set, folder or .zip, to the local disk; the number of files copied."""
-    archive = source.with_name(f"{source.name}.zip")
-    if archive.exists() and not source.exists():
-        shutil.unpack_archive(archive, target.parent)  # the archive holds the folder itself
-        return len(files_of(target))
-    copied = 0
+def copy_folder(source, target):
+    """Copy what is not in the target yet; the number of files copied."""
+    copied = []
 
     def copy_missing(file, to):
-        nonlocal copied
         if not Path(to).exists() or Path(to).stat().st_size != Path(file).stat().st_size:
-            shutil.copy2(file, to)
-            copied += 1
+            copied.append(shutil.copy2(file, to))
         bar.update()
         return to
 
     with tqdm(total=len(files_of(source)), desc=f"copy {source.name}", unit="file") as bar:
         shutil.copytree(source, target, copy_function=copy_missing, dirs_exist_ok=True)
-    return copied
+    return len(copied)
+
+
+def unpack(archive, target):
+    """Unpack what is not in the target yet; the number of files unpacked."""
+    there = files_of(target)
+    with zipfile.ZipFile(archive) as opened:
+        files = [entry for entry in opened.infolist() if not entry.is_dir()]
+        missing = [entry for entry in files if there.get(entry.filename) != entry.file_size]
+        for entry in tqdm(missing, desc=f"unpack {archive.name}", unit="file"):
+            opened.extract(entry, target)
+    return len(missing)
+
+
+def stage(name):
+    """Bring a data set from Drive to the local disk, from its folder or its archive."""
+    if (DRIVE / name).is_dir():
+        return copy_folder(DRIVE / name, LOCAL / name)
+    return unpack(DRIVE / f"{name}.zip", LOCAL)
 
 
 data = LOCAL / NAME
-print("copied the first time: ", stage(DRIVE / NAME, data), "files")
-print("copied the second time:", stage(DRIVE / NAME, data), "files")
+print("copied the first time: ", stage(NAME), "files")
+print("copied the second time:", stage(NAME), "files")
 
 # %% [markdown]
 # A copy that is not compared is a hope. Names and sizes on both sides:
@@ -162,19 +175,24 @@ print("copied the second time:", stage(DRIVE / NAME, data), "files")
 # %%
 here = files_of(data)
 print(f"{len(here)} files, {sum(here.values()) / 1e6:.1f} MB in {data}")
-if (DRIVE / NAME).exists():  # not with an archive
+if (DRIVE / NAME).is_dir():
     assert here == files_of(DRIVE / NAME), "the copy differs from Drive: run the cell above again"
     print("the same names and sizes as on Drive")
 
 # %% [markdown]
 # **What just happened.** The second call copied nothing, so this cell may stand at the top of every
-# session. To make the archive of a set of your own, once, on a machine that has it:
+# session.
 #
-# ```
-# zip -rq IRSTD-1k.zip IRSTD-1k
-# ```
-#
-# Upload the one file to Drive, and `DATASET = "IRSTD-1k"` finds it.
+# For a set of your own make the archive, once, on the machine that has it:
+# `zip -rq IRSTD-1k.zip IRSTD-1k`. Upload the one file to Drive, and `DATASET = "IRSTD-1k"` finds
+# it. The same with the scenes, to see that an archive gives the same files:
+
+# %%
+if DATASET is None:
+    archive = shutil.make_archive(DRIVE / NAME, "zip", root_dir=DRIVE, base_dir=NAME)
+    unpack(Path(archive), LOCAL / "from-archive")
+    assert files_of(LOCAL / "from-archive" / NAME) == here
+    print(f"{Path(archive).name}: one file of {Path(archive).stat().st_size / 1e6:.1f} MB")
 
 # %% [markdown]
 # ## Decode once
@@ -210,8 +228,8 @@ print(f"{on_disk / 1e6:.2f} MB as files, {pixels / 1e6:.2f} MB decoded")
 # %% [markdown]
 # **What just happened.** The same pixels, without opening a file. The times are those of a local
 # disk that has just been read; a Drive that answers each request over the network is not in them.
-# The price is memory: the decoded bytes in the last line. For the real sets that is little, as the
-# exercise of multiplying 1,001 × 512 × 512 × 2 shows: about half a gigabyte.
+# The price is memory: the decoded bytes in the last line. The real sets are small enough. IRSTD-1k
+# is 1,001 images of 512×512, one byte a pixel and one for the mask: half a gigabyte.
 
 # %% [markdown]
 # ## Check
@@ -248,9 +266,10 @@ assert done.returncode == 0
 # %% [markdown]
 # ## Break it
 #
-# What does the check say about a set that is not whole? We damage a copy in four ways that occur in
+# What does the check say about a set that is not whole? We damage a copy in five ways that occur in
 # real life: an upload that stopped in the middle of an image, a mask that was lost, a mask that is
-# not black and white (85 of IRSTD-1k's are not), and a name that is in both lists.
+# not black and white (85 of IRSTD-1k's are not), a name that is in both lists, and a training
+# picture that is in the test list under another name.
 
 # %%
 import numpy as np
@@ -260,7 +279,7 @@ broken = LOCAL / "broken"
 shutil.rmtree(broken, ignore_errors=True)
 shutil.copytree(data, broken)
 folder = DataFolder(broken)
-truncated, maskless, grey, shared = folder.samples("train")[:4]
+truncated, maskless, grey, shared, twin = folder.samples("train")[:5]
 
 whole = truncated.image.read_bytes()
 truncated.image.write_bytes(whole[: len(whole) // 2])
@@ -268,25 +287,27 @@ maskless.mask.unlink()
 mask = np.asarray(Image.open(grey.mask).convert("L"))
 Image.fromarray(np.where(mask > 127, 253, 7).astype(np.uint8)).save(grey.mask)
 with folder.list_file("test").open("a") as names:
-    names.write(f"\n{shared.name}\n")
+    names.write(f"\n{shared.name}\ncopied\n")
+shutil.copy2(twin.image, broken / "images" / f"copied{twin.image.suffix}")
+shutil.copy2(twin.mask, broken / "masks" / f"copied{twin.mask.suffix}")
 
 damaged = check(broken)
 print(table(damaged))
 assert len(damaged.errors()) == 2, damaged.errors()
 assert grey.name in damaged.splits["train"].touched
-assert damaged.shared_names == [shared.name]
+assert shared.name in damaged.shared_names
+assert f"{twin.name} = copied" in damaged.shared_content
 
 # %% [markdown]
-# **What just happened.** Two findings are errors, each with the file and what to do. The other two
-# let training start, and are said all the same:
+# **What just happened.** Two findings are errors, and name their file. The other three let training
+# start, and are said all the same:
 #
 # * A mask that is not binary is cut at half of its maximum, and named. (Code that casts masks to
 #   integers turns 253/255 into 0, and the whole mask into background.)
-# * A picture in both lists makes the test too easy. The check also finds the same picture under two
-#   names, by its content.
+# * A picture in both lists makes the test too easy. Names are compared, and contents too.
 #
-# Training does not start on a broken set. It reads all files first, and stops at once instead of
-# in the middle of the night:
+# Training does not start on a broken set. It looks for every file and decodes it first, so it stops
+# at once instead of in the middle of the night:
 
 # %%
 from mshnet import RequestError
@@ -369,15 +390,29 @@ empty = sum(not mask.any() for mask in crops)
 print(f"{empty} of {len(crops)} crops hold no target ({100 * empty / len(crops):.0f} %)")
 
 # %% [markdown]
-# These crops are useful: they are where false alarms are punished. A loss has to be able to learn
-# from them, and the package's can (an IoU whose numerator is zero has no gradient unless it is
-# smoothed).
+# These crops are useful: they are where false alarms can be punished, if the loss has a gradient
+# there. A plain IoU has none, because its numerator is 0 whatever the network says. The package's
+# loss has a case for crops without target. The gradient of both in the warm-up phase, for a network
+# that sees one target where there is none:
+
+# %%
+import torch
+
+from mshnet import SLSIoULoss
+
+nothing = torch.zeros(1, 1, SIZE, SIZE)
+for name, loss in (("official", SLSIoULoss(official=True)), ("package", SLSIoULoss())):
+    logits = torch.full((1, 1, SIZE, SIZE), -10.0)  # sure of the background
+    logits[..., :5, :5] = 2.0  # and of a false alarm of 25 pixels
+    logits.requires_grad_()
+    loss(logits, nothing, warm_epoch=5, epoch=0).backward()
+    print(f"{name:<9}length of the gradient: {logits.grad.norm().item():.1e}")
 
 # %% [markdown]
 # ## Bytes on the way
 #
-# Eight cores of a TPU eat images faster than a host can prepare them, so each byte counts. Usual
-# loaders send float32 RGB. An infrared frame has one channel of 8 bits:
+# A TPU that waits for its host is wasted, so each byte on the way counts. Usual loaders send
+# float32 RGB. An infrared frame has one channel of 8 bits:
 
 # %%
 image, mask = views[0]

@@ -117,7 +117,7 @@ BAD_TRAINING = [
     (no_list, "", "has no train list; expected trainval.txt"),
     (empty_list, "", "trainval.txt is empty"),
     (unknown_name, "", "names ghost, but"),
-    (no_mask, "", "has no train_1.png"),
+    (no_mask, "", "has no train_1 as png, bmp or jpg"),
     (truncated, "", "images/train_1.png cannot be read as an image"),
     (other_size, "", "test_1.png is 32×32 but its mask"),
     (masks_of_one, "", "multiplied by 255"),

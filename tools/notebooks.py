@@ -1,4 +1,4 @@
-"""Build the notebooks from their sources: ``python tools/notebooks.py [--check]``.
+"""Build the notebooks and README's table of lessons: ``python tools/notebooks.py [--check]``.
 
 ``notebooks/NN_name.py`` (jupytext percent format) is the source, ``NN_name.ipynb`` is what Colab
 opens. Cell ids come from the cells' text, so a rebuild changes only the cells that changed.
@@ -7,6 +7,7 @@ opens. Cell ids come from the cells' text, so a rebuild changes only the cells t
 
 import argparse
 import hashlib
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -58,19 +59,42 @@ def build(source: Path) -> str:
     return nbformat.writes(notebook) + "\n"
 
 
+def lesson_table() -> str:
+    """README's table: number, title and promise of each lesson, and its badges."""
+    rows = ["| lesson | | open |", "|---|---|---|"]
+    for source in _sources():
+        text = source.read_text()
+        number, title = re.search(r"^# # (\d\d) · (.+)$", text, re.M).groups()
+        promise = re.search(r"^# \*\*(.+?)\*\*$", text, re.M | re.S).group(1)
+        promise = promise.replace("\n# ", " ")
+        link = f"[{number} · {title}](notebooks/{source.stem}.ipynb)"
+        rows.append(f"| {link} | {promise} | {badges(source.stem)} |")
+    return "\n".join(rows)
+
+
+def with_table(readme: str) -> str:
+    """README with the table between its two markers replaced."""
+    head, rest = readme.split("<!-- lessons -->\n")
+    tail = rest.split("<!-- end of lessons -->")[1]
+    return f"{head}<!-- lessons -->\n{lesson_table()}\n<!-- end of lessons -->{tail}"
+
+
+def _sources() -> list[Path]:
+    return sorted(FOLDER.glob("[0-9][0-9]_*.py"))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="only say which notebooks are stale")
     check = parser.parse_args().check
-    stale = 0
-    for source in sorted(FOLDER.glob("[0-9][0-9]_*.py")):
-        notebook, text = source.with_suffix(".ipynb"), build(source)
-        if notebook.exists() and notebook.read_text() == text:
-            continue
-        stale += 1
-        print(f"{notebook.name} {'is stale: run make notebooks' if check else 'written'}")
+    readme = ROOT / "README.md"
+    wanted = {source.with_suffix(".ipynb"): build(source) for source in _sources()}
+    wanted[readme] = with_table(readme.read_text())
+    stale = {p: text for p, text in wanted.items() if not p.exists() or p.read_text() != text}
+    for path, text in stale.items():
+        print(f"{path.name} {'is stale: run make notebooks' if check else 'written'}")
         if not check:
-            notebook.write_text(text)
+            path.write_text(text)
     return 1 if check and stale else 0
 
 

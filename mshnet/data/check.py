@@ -171,15 +171,15 @@ def _findings(name: str, split: SplitReport) -> list[str]:
     notes = []
     if split.touched:
         notes.append(
-            f"{name}: {len(split.touched)} masks are not binary and were cut at half of their "
-            f"type's maximum: {_some(split.touched)}"
+            f"{name}: not binary, cut at half of the file type's maximum: "
+            f"{_some(split.touched)} ({len(split.touched)} masks)"
         )
     if split.empty:
-        notes.append(f"{name}: {len(split.empty)} masks hold no target: {_some(split.empty)}")
+        notes.append(f"{name}: no target in {_some(split.empty)} ({len(split.empty)} masks)")
     if split.coloured:
         notes.append(
-            f"{name}: {split.coloured} images hold colour; training takes their luma "
-            "(--channels 3 keeps the colours)"
+            f"{name}: colour in {split.coloured} of {split.images} images; training takes their "
+            "luma (--channels 3 keeps the colours)"
         )
     if split.repeated:
         notes.append(f"warning: {name}: the list repeats {_some(split.repeated)}")

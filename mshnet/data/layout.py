@@ -114,7 +114,7 @@ class DataFolder:
                 more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
                 raise RequestError(
                     f"{self.list_file(split)} names {missing[0]}{more}, but {self.folder}/{kind}s "
-                    f"has no {missing[0]}.png, .bmp or .jpg; `mshnet check-data {self.folder}` "
+                    f"has no {missing[0]} as png, bmp or jpg; `mshnet check-data {self.folder}` "
                     "lists all"
                 )
         return samples

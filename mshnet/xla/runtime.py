@@ -44,7 +44,8 @@ def require_matching_versions() -> None:
     if xla.split(".")[:2] != torch.__version__.split(".")[:2]:
         raise XlaUnavailable(
             f"torch {torch.__version__} and torch_xla {xla} do not belong together; "
-            f"pip install torch=={xla} (in Colab: Runtime > Disconnect and delete runtime)"
+            f"pip install 'torch=={'.'.join(xla.split('.')[:2])}.*' "
+            "(in Colab: Runtime > Disconnect and delete runtime)"
         )
 
 

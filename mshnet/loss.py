@@ -9,10 +9,11 @@ Where the official formula gives no usable gradient this one differs, and only t
 * **A sample without target pixels.** Officially its IoU is 0 with gradient 0 in warm-up, so
   false alarms on it go unpunished, and 0/0 = NaN once the sigmoid underflows. Here its loss is
   P / (P + s), the IoU loss against a virtual target of s = 0.05 % of the map (32 px at
-  256×256, a typical target) that the prediction overlaps fully; it has no location term.
+  256×256, a typical target; at least 1 px) that the prediction overlaps fully; it has no location
+  term.
 * **Saturated logits.** Beyond ±12 the sigmoid's slope falls below 6e-6 and soon to exactly 0,
-  so a collapsed network stays collapsed. Here the slope there has that value added to it, in
-  the IoU and size terms; the loss value itself is unchanged.
+  so a collapsed network stays collapsed. Here pixels that are saturated *and wrong* have that
+  slope added, in the IoU and size terms; the loss value itself is unchanged.
 
 ``SLSIoULoss(official=True)`` switches both off.
 """
@@ -29,12 +30,16 @@ SATURATION = 12.0  # logit beyond which the sigmoid's slope gets a floor
 TYPICAL_TARGET = 1 / 2048  # share of the map that a typical target covers
 
 
-def _leaky(logits: Tensor, p: Tensor) -> Tensor:
-    """p = sigmoid(logits) with a gradient that does not vanish beyond ±SATURATION."""
+def _leaky(logits: Tensor, p: Tensor, t: Tensor) -> Tensor:
+    """p = sigmoid(logits) with a gradient that does not vanish on wrong pixels beyond ±SATURATION.
+
+    Only on wrong ones: background at −13 would otherwise be pushed further down for ever.
+    """
     edge = 1 / (1 + math.exp(-SATURATION))
     slope = edge * (1 - edge)
-    saturated = logits.detach().abs() > SATURATION
-    return p + torch.where(saturated, slope * (logits - logits.detach()), 0.0)
+    value = logits.detach()
+    wrong = torch.where(t > 0, value < -SATURATION, value > SATURATION)
+    return p + torch.where(wrong, slope * (logits - value), 0.0)
 
 
 def _centre(p: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,7 +104,7 @@ class SLSIoULoss(nn.Module):
         logits = logits.squeeze(1).float()
         t = target.squeeze(1).float()
         plain = torch.sigmoid(logits)
-        p = plain if self.official else _leaky(logits, plain)
+        p = plain if self.official else _leaky(logits, plain, t)
 
         intersection = (p * t).sum((1, 2))
         p_sum = p.sum((1, 2))
@@ -108,7 +113,7 @@ class SLSIoULoss(nn.Module):
         if self.official:
             smooth = torch.zeros_like(t_sum)
         else:
-            smooth = torch.where(empty, TYPICAL_TARGET * t[0].numel(), 0.0)
+            smooth = torch.where(empty, max(1.0, TYPICAL_TARGET * t[0].numel()), 0.0)
         iou = (intersection + smooth) / (p_sum + t_sum - intersection + smooth)
         if epoch <= warm_epoch:
             return 1 - iou.mean()

@@ -95,9 +95,9 @@ def test_errors_are_what_training_stops_at_and_nothing_else(faulty):
 def test_the_table_names_every_finding(faulty):
     text = table(check(faulty))
     for line in (
-        "train: 1 masks are not binary and were cut at half of their type's maximum: train_5",
-        "train: 1 masks hold no target: train_6",
-        "train: 1 images hold colour",
+        "train: not binary, cut at half of the file type's maximum: train_5 (1 masks)",
+        "train: no target in train_6 (1 masks)",
+        "train: colour in 1 of 11 images",
         "warning: train: the list repeats train_0",
         "warning: in train and test: train_9",
         "warning: same picture in train and test: train_0 = test_1",

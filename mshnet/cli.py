@@ -169,7 +169,7 @@ def _add_device_flags(parser: argparse.ArgumentParser) -> None:
     _add(
         parser,
         "compile_cache",
-        "folder that keeps XLA programs between runs",
+        "folder that keeps XLA programs between runs, where the runtime can load them",
         kind=str,
         default_text="none",
     )

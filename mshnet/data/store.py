@@ -98,9 +98,16 @@ class SampleStore:
     def _read_all(self, title: str):
         """All samples in order; Pillow decodes outside the interpreter lock, so threads help."""
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            results = pool.map(lambda s: read_sample(s, self.channels), self.samples)
-            pairs = zip(self.samples, results, strict=True)
-            for sample, (image, mask, touched) in progress(pairs, title, len(self.samples)):
+            # In portions: all at once, decoded images would pile up before a slow disk.
+            portions = (self.samples[i : i + 64] for i in range(0, len(self.samples), 64))
+            read = (
+                (sample, result)
+                for portion in portions
+                for sample, result in zip(
+                    portion, pool.map(lambda s: read_sample(s, self.channels), portion), strict=True
+                )
+            )
+            for sample, (image, mask, touched) in progress(read, title, len(self.samples)):
                 if touched:
                     self.touched.append(sample.name)
                 if not mask.any():

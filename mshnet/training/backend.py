@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader
 from ..errors import RequestError
 from ..xla import runtime
 from ..xla.runtime import Counters
+from .folder import require_writable
 
 WHERE_EIGHT = (
     "Colab's TPUs have 1 core; Kaggle's TPU v5e-8 has 8, and so has a Cloud TPU v5litepod-8"
@@ -167,4 +169,10 @@ def _xla(chips: int, num_cores: int, precision: str, compile_cache: str | None) 
             f"--num-cores {num_cores}: this machine has {cores} ({WHERE_EIGHT}); "
             f"use --num-cores {cores}"
         )
+    if num_cores > 1:
+        raise RequestError(
+            f"--num-cores {num_cores}: this version trains on one core; use --num-cores 1"
+        )
+    if compile_cache:
+        require_writable("--compile-cache", Path(compile_cache))
     return XlaBackend("CPU" if on_cpu else "TPU", precision, compile_cache)

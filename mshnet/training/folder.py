@@ -1,5 +1,6 @@
 """The folder that a run owns, and the log in it."""
 
+import contextlib
 import datetime
 import json
 import math
@@ -12,6 +13,23 @@ from .config import Config
 
 LOG = "metrics.jsonl"
 CONFIG = "config.json"
+
+
+def require_writable(flag: str, folder: Path) -> None:
+    """Make the folder if needed, and prove that a file can be written there.
+
+    Raises:
+        RequestError: it cannot; names the flag and the folder.
+    """
+    probe = folder / ".writable"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"x")
+        probe.unlink()
+    except OSError as error:
+        raise RequestError(
+            f"{flag} {folder} cannot be written ({error.strerror}); choose another folder"
+        ) from error
 
 
 def claim(save_dir: str | Path | None, bytes_needed: int, resuming: bool) -> Path:
@@ -34,15 +52,7 @@ def claim(save_dir: str | Path | None, bytes_needed: int, resuming: bool) -> Pat
             f"--save-dir {folder} holds an earlier run; continue it with --resume {folder}, "
             "or choose another folder"
         )
-    probe = folder / ".writable"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"x")
-        probe.unlink()
-    except OSError as error:
-        raise RequestError(
-            f"--save-dir {folder} cannot be written ({error.strerror}); choose another folder"
-        ) from error
+    require_writable("--save-dir", folder)
     free = shutil.disk_usage(folder).free
     if free < bytes_needed:
         raise RequestError(
@@ -50,6 +60,12 @@ def claim(save_dir: str | Path | None, bytes_needed: int, resuming: bool) -> Pat
             f"{bytes_needed / 1e6:.0f} MB; free some space or choose another folder"
         )
     return folder
+
+
+def release(run_folder: Path) -> None:
+    """Remove a claimed folder again, if nothing was written into it."""
+    with contextlib.suppress(OSError):
+        run_folder.rmdir()
 
 
 def write_config(folder: Path, config: Config) -> None:

@@ -46,8 +46,12 @@ def train(given: dict, resume: str | None = None, say: Say = print) -> dict:
         _model(config, config.weight_path)
     size = bytes_of_a_run(config.widths, config.depths)
     run_folder = folder.claim(config.save_dir, size, resuming=state is not None)
-    stores = [_open(data_folder, split, config, say) for split in ("train", "test")]
-    backend = _backend(config, say)
+    try:
+        stores = [_open(data_folder, split, config, say) for split in ("train", "test")]
+        backend = _backend(config, say)
+    except RequestError:
+        folder.release(run_folder)
+        raise
 
     trainer = Trainer(config, backend, *stores, run_folder, state)
     if state:

@@ -89,8 +89,9 @@ def describe() -> str:
 def enable_compile_cache(folder: str) -> None:
     """Keep compiled programs in a folder, for this and later processes.
 
-    Call before the first computation. Compilation is then reported as usual by the counters,
-    because torch_xla counts a program that it loads as compiled.
+    Call before the first computation. Whether a kept program can be loaded is the runtime's
+    affair: the CPU's cannot (it says "Deserializing serialized executable not supported" and
+    compiles again), and for TPU under torch_xla 2.9 misses are reported (pytorch/xla#9094).
     """
     import torch_xla.runtime as xr
 

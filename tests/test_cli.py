@@ -225,8 +225,9 @@ def test_train_test_predict_end_to_end(data, capsys):
     arguments = ["--dataset-dir", "data", *SMALL, "--epochs", "2", "--warm-epoch", "0"]
     assert main_tpu([*arguments, "--device", "cpu", "--save-dir", "run", "--json"]) == 0
     captured = capsys.readouterr()
-    best = json.loads(captured.out.splitlines()[-1])
+    best = json.loads(captured.out)  # nothing else on standard output
     assert best["run"] == "run"
+    assert "epoch   2/2 full" in captured.err
 
     records = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     required = "epoch loss iou niou pd fa seconds images_per_second compilations fallbacks"

@@ -1,5 +1,6 @@
 """The jobs behind the commands: check the request, open data and device, do it, say where it is."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -53,11 +54,13 @@ def train(given: dict, resume: str | None = None, say: Say = print) -> dict:
         folder.release(run_folder)
         raise
 
-    trainer = Trainer(config, backend, *stores, run_folder, state)
+    trainer = Trainer(_with_absolute_paths(config), backend, *stores, run_folder, state)
     if state:
         say(f"resuming {run_folder} after epoch {state['epoch'] + 1}")
     say(f"run folder: {run_folder}")
-    best = trainer.fit()
+    conditions = protocol(config.base_size, "test", len(stores[1]), "corrected", "each epoch")
+    say(f"tested after each epoch [{conditions}]")
+    best = trainer.fit(say)
 
     weights = run_folder / checkpoint.WEIGHTS
     full = checkpoint.load_weights(trainer.model, weights)
@@ -139,6 +142,14 @@ def _settings(given: dict, resume: str | None) -> tuple[Config, dict | None]:
             "leave the flag out"
         )
     return config, state
+
+
+def _with_absolute_paths(config: Config) -> Config:
+    """So that a run can be resumed from another working folder."""
+    names = ("dataset_dir", "weight_path", "compile_cache")
+    given = {name: getattr(config, name) for name in names}
+    paths = {name: str(Path(path).resolve()) for name, path in given.items() if path}
+    return dataclasses.replace(config, **paths)
 
 
 def _data_folder(config: Config, splits: Sequence[str], say: Say) -> Path:

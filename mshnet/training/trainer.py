@@ -1,6 +1,7 @@
 """The training run, top to bottom, the same for every device."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -77,8 +78,11 @@ class Trainer:
         folder.write_config(run_folder, config)
         folder.rewrite_log(run_folder, self.records)
 
-    def fit(self) -> dict:
+    def fit(self, say: Callable[[str], None] = print) -> dict:
         """Train the epochs that are left.
+
+        Args:
+            say: takes a line for people after each epoch.
 
         Returns:
             The best epoch's record: its line of ``metrics.jsonl``.
@@ -88,7 +92,7 @@ class Trainer:
             self.records.append(record)
             folder.append_log(self.folder, record)
             self._save(record)
-            print(_epoch_line(record, self.config.epochs), flush=True)
+            say(_epoch_line(record, self.config.epochs))
             self.epoch += 1
         return self.records[self.best["epoch"]]
 

@@ -42,7 +42,7 @@ clean:
 
 $(BIN)/uv:
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 to 3.13 with venv was found; install one (Debian: apt install python3-venv) or give PYTHON=/path/to/python"; exit 2; }
-	$(PYTHON) -m venv $(VENV)
+	"$(PYTHON)" -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 
 $(VENV)/.base: $(BIN)/uv pyproject.toml constraints/colab-tpu.txt

@@ -10,12 +10,12 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from . import __version__
+from . import __version__, jobs
 from .data.check import check, table
 from .data.store import CACHES
 from .errors import RequestError
-from .training import run
 from .training.config import DEVICES, PRECISIONS, Config, default_workers
+from .training.folder import to_json
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,7 +36,7 @@ def main_tpu(argv: Sequence[str] | None = None) -> int:
     )
     _add_train_flags(parser)
     _add_json(parser, "print the result as one JSON object on standard output")
-    parser.set_defaults(command=lambda args: (_test if args.mode == "test" else _train)(args))
+    parser.set_defaults(command=_train_or_test)
     return _run(parser, argv)
 
 
@@ -57,7 +57,10 @@ exit codes: 0 done, 1 failed while running, 2 the request was wrong."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument error is one line, like every other wrong request."""
+    """An argument error is one line, like every other wrong request; no flag is abbreviated."""
+
+    def __init__(self, **kwargs):
+        super().__init__(allow_abbrev=False, **kwargs)
 
     def error(self, message: str):
         raise RequestError(f"{message} (`{self.prog} --help` lists the flags)")
@@ -113,13 +116,20 @@ def _add_train_flags(parser: argparse.ArgumentParser) -> None:
     _add(parser, "lr", "learning rate of Adagrad", kind=float)
     _add(parser, "warm_epoch", "last epoch (from 0) with one head and plain IoU loss")
     _add(parser, "crop_size", "side of training samples, pixels, a multiple of 16")
+    _add(
+        parser,
+        "workers",
+        "loader processes",
+        default_text=f"cores - 1, at most 8; here {default_workers()}",
+    )
+    _add(parser, "seed", "of weights, order and augmentation")
     _add_device_flags(parser)
     _add_weights(parser, "train: weights to start from; test: weights to evaluate")
     _add(parser, "save_dir", "folder of the run", kind=str, default_text="weight/MSHNet-<time>")
     parser.add_argument(
         "--resume",
         metavar="RUN",
-        help="continue a run: its folder or checkpoint.pkl; its settings hold unless given anew",
+        help="continue a run, by its folder or checkpoint.pkl, with the settings it has",
     )
 
 
@@ -135,13 +145,6 @@ def _add_data_flags(parser: argparse.ArgumentParser) -> None:
     _add(parser, "base_size", "side of evaluation images, and scale of augmentation, pixels")
     _add_channels(parser)
     _add(parser, "cache", "where decoded images are kept", kind=str, choices=CACHES)
-    _add(
-        parser,
-        "workers",
-        "loader processes",
-        default_text=f"cores - 1, at most 8; here {default_workers()}",
-    )
-    _add(parser, "seed", "of weights, order and augmentation")
 
 
 def _add_channels(parser: argparse.ArgumentParser) -> None:
@@ -235,25 +238,36 @@ def _say(args: argparse.Namespace) -> Callable[[str], None]:
 
 
 def _train(args: argparse.Namespace) -> int:
-    record = run.train(_given(args), args.resume, _say(args))
+    record = jobs.train(_given(args), args.resume, _say(args))
     if args.json:
-        print(json.dumps(record))
+        print(to_json(record))
     return 0
 
 
+def _train_or_test(args: argparse.Namespace) -> int:
+    if args.mode == "train":
+        return _train(args)
+    if args.resume:
+        raise RequestError(
+            f"--mode test --resume {args.resume}: testing resumes nothing; name the weights with "
+            "--weight-path"
+        )
+    return _test(args)
+
+
 def _test(args: argparse.Namespace) -> int:
-    results = run.test(_given(args), _say(args))
+    results = jobs.test(_given(args), _say(args))
     if args.json:
-        print(json.dumps(results))
+        print(to_json(results))
     return 0
 
 
 def _predict(args: argparse.Namespace) -> int:
-    rows = run.predict_files(
+    rows = jobs.predict_files(
         {"batch_size": 8} | _given(args), args.inputs, Path(args.out), _say(args)
     )
     if args.json:
-        print(json.dumps(rows))
+        print(to_json(rows))
     return 0
 
 

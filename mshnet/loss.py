@@ -8,10 +8,11 @@ Where the official formula gives no usable gradient this one differs, and only t
 
 * **A sample without target pixels.** Officially its IoU is 0 with gradient 0 in warm-up, so
   false alarms on it go unpunished, and 0/0 = NaN once the sigmoid underflows. Here its loss is
-  P / (P + s), the IoU loss against a virtual target of s = 0.05 % of the map (32 px at
-  256×256, a typical target; at least 1 px) that the prediction overlaps fully; it has no location
-  term.
-* **Saturated logits.** Beyond ±12 the sigmoid's slope falls below 6e-6 and soon to exactly 0,
+  w · P / (P + s): the IoU loss against a virtual target of s = 0.05 % of the map (at least 1 px)
+  that the prediction overlaps fully, with weight w = 0.2; it has no location term. At full weight,
+  or with a larger s, such samples drive everything down in the first epochs, before the others
+  have taught what a target is, and some seeds ended in predicting nothing at all.
+* **Saturated logits.** Beyond ±6 the sigmoid's slope falls below 0.0025 and soon to exactly 0,
   so a collapsed network stays collapsed. Here pixels that are saturated *and wrong* have that
   slope added, in the IoU and size terms; the loss value itself is unchanged.
 
@@ -26,14 +27,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 EPSILON = 1e-8  # of the official location term
-SATURATION = 12.0  # logit beyond which the sigmoid's slope gets a floor
-TYPICAL_TARGET = 1 / 2048  # share of the map that a typical target covers
+SATURATION = 6.0  # logit beyond which the sigmoid's slope gets a floor on wrong pixels
+VIRTUAL_TARGET = 1 / 2048  # share of the map, for samples without a target
+EMPTY_WEIGHT = 0.2  # of samples without a target
 
 
 def _leaky(logits: Tensor, p: Tensor, t: Tensor) -> Tensor:
     """p = sigmoid(logits) with a gradient that does not vanish on wrong pixels beyond ±SATURATION.
 
-    Only on wrong ones: background at −13 would otherwise be pushed further down for ever.
+    Only on wrong ones: background at −7 would otherwise be pushed further down for ever.
     """
     edge = 1 / (1 + math.exp(-SATURATION))
     slope = edge * (1 - edge)
@@ -110,11 +112,15 @@ class SLSIoULoss(nn.Module):
         p_sum = p.sum((1, 2))
         t_sum = t.sum((1, 2))
         empty = t_sum == 0
+        union = p_sum + t_sum - intersection
         if self.official:
-            smooth = torch.zeros_like(t_sum)
+            iou = intersection / union
         else:
-            smooth = torch.where(empty, max(1.0, TYPICAL_TARGET * t[0].numel()), 0.0)
-        iou = (intersection + smooth) / (p_sum + t_sum - intersection + smooth)
+            # Each `where` below keeps 0/0 out of the branch that the outer one discards: its
+            # gradient would be NaN all the same.
+            virtual = max(1.0, VIRTUAL_TARGET * t[0].numel())
+            silence = 1 - EMPTY_WEIGHT * p_sum / (p_sum + virtual)
+            iou = torch.where(empty, silence, intersection / torch.where(empty, 1.0, union))
         if epoch <= warm_epoch:
             return 1 - iou.mean()
 
@@ -127,8 +133,6 @@ class SLSIoULoss(nn.Module):
         if self.official:
             alpha = smaller / larger
         else:
-            # The inner `where` keeps 0/0 out of the branch that the outer one discards: its
-            # gradient would be NaN all the same.
             alpha = torch.where(empty, 1.0, smaller / torch.where(empty, 1.0, larger))
             location = torch.where(empty, 0.0, location)
         loss = 1 - (alpha * iou).mean()

@@ -31,7 +31,8 @@ def upsample(x: Tensor, scale: int) -> Tensor:
     """Bilinear upsampling with aligned corners: (B, C, H, W) → (B, C, scale·H, scale·W).
 
     Equal to ``F.interpolate(mode="bilinear", align_corners=True)``, whose backward XLA has no
-    lowering for off TPU. Interpolation is linear and separable, so it is ``A @ x @ Bᵀ``.
+    lowering for off TPU. Interpolation is linear and separable, so it is ``A @ x @ Bᵀ``. (A TPU
+    multiplies float32 matrices in bfloat16 unless told otherwise, here as everywhere.)
     """
     height, width = x.shape[-2:]
     vertical = _interpolation_matrix(height, scale, x)

@@ -41,9 +41,8 @@ def find_images(inputs: Sequence[str]) -> list[Path]:
         elif path.is_file():
             matches = [path]
         else:
-            matches = [
-                Path(p) for p in sorted(glob.glob(item, recursive=True)) if Path(p).is_file()
-            ]
+            named = (Path(name) for name in sorted(glob.glob(item, recursive=True)))
+            matches = [p for p in named if p.is_file() and p.suffix.lower() in SUFFIXES]
         if not matches:
             raise RequestError(
                 f"{item} names no image; give a file, a folder with png, bmp or jpg files, or a "
@@ -100,6 +99,8 @@ def predict(
         paths: readable images.
         out: folder for ``masks/``, ``overlays/``, ``detections.csv`` and ``detections.json``.
         size: side of the network's input in pixels, a multiple of 16.
+        channels: 1 reads the images grey, 3 in colour.
+        batch_size: images at a time; the last batch is filled up to it.
         full: False takes the full-size head instead of the fused one (weights from warm-up).
 
     Raises:
@@ -127,7 +128,7 @@ def predict(
         (out / "detections.json").write_text(json.dumps(rows, indent=1) + "\n")
     except OSError as error:
         raise RequestError(
-            f"--out {out} cannot be written ({error.strerror}); choose another folder"
+            f"--out {out} cannot be written ({error.strerror or error}); choose another folder"
         ) from error
     return rows
 

@@ -307,7 +307,7 @@ print(sum(tensor.nbytes for tensor in weights.values()) // 1024, "KiB, opens wit
 # a run this small is over sooner.
 
 # %%
-from mshnet.training import run
+from mshnet import jobs
 
 settings = {
     "dataset_dir": str(folder),
@@ -321,7 +321,7 @@ settings = {
     "depths": DEPTHS,
     "workers": 0,
 }
-best = run.train(settings)
+best = jobs.train(settings)
 print(best)
 
 # %%

@@ -102,6 +102,10 @@ def no_tensors(data):
     torch.save({"epoch": 3}, "w.pkl")
 
 
+def numbered_weights(data):
+    torch.save({1: torch.zeros(1)}, "w.pkl")
+
+
 def earlier_run(data):
     Path("run").mkdir()
     Path("run/checkpoint.pkl").write_bytes(b"x")
@@ -153,6 +157,10 @@ BAD_TRAINING = [
     (sound, "--resume gone", "--resume gone: there is no gone"),
     (narrow_weights, "--resume w.pkl", "holds weights but no training state"),
     (sound, "--mode test", "--weight-path is missing"),
+    (sound, "--mode test --resume run", "testing resumes nothing"),
+    (sound, "--seed 9999999999999999999999", "must be below 2**63"),
+    (sound, "--epoch 3", "unrecognized arguments: --epoch 3"),
+    (numbered_weights, "--weight-path w.pkl", "holds no weights"),
 ]
 
 

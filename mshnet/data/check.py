@@ -3,6 +3,7 @@
 import hashlib
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import chain, product
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,8 @@ class SplitReport:
     repeated: list[str] = field(default_factory=list)  # names that the list holds twice
     missing: list[str] = field(default_factory=list)  # no image or no mask
     unusable: list[str] = field(default_factory=list)  # unreadable, or sizes differ; with reason
-    hashes: dict[str, str] = field(default_factory=dict)  # content of the image → name
+    mismatched: int = 0  # of these, image and mask differ in size
+    hashes: dict[str, list[str]] = field(default_factory=dict)  # content of the image → names
 
     def errors(self) -> list[str]:
         """What training would stop at, one line each."""
@@ -105,8 +107,8 @@ def check(folder: str | Path) -> DataReport:
         train, test = (data.names(name) for name in SPLITS)
         shared = sorted(set(train) & set(test))
         first, second = (splits[name].hashes for name in SPLITS)
-        pairs = ((first[key], second[key]) for key in first.keys() & second.keys())
-        twins = sorted(f"{a} = {b}" for a, b in pairs if a != b)
+        pairs = (product(first[key], second[key]) for key in first.keys() & second.keys())
+        twins = sorted({f"{a} = {b}" for a, b in chain(*pairs) if a != b})
     return DataReport(str(folder), splits, problems, shared, twins)
 
 
@@ -121,12 +123,14 @@ def _check_sample(sample: Sample, report: SplitReport) -> None:
         image, mask, touched = read_sample(sample, channels=3)
     except RequestError as error:
         report.unusable.append(str(error))
+        report.mismatched += "must have the same size" in str(error)
         return
     report.modes[_mode(sample.image)] += 1
     report.mask_modes[_mode(sample.mask)] += 1
     report.sizes[f"{image.shape[1]}×{image.shape[0]}"] += 1
     report.coloured += int((image != image[..., :1]).any())
-    report.hashes[hashlib.sha256(image.tobytes()).hexdigest()] = sample.name
+    content = hashlib.sha256(str(image.shape).encode() + image.tobytes()).hexdigest()
+    report.hashes.setdefault(content, []).append(sample.name)
     _, areas, _ = regions(mask)
     report.targets.append(len(areas))
     report.areas += areas.tolist()
@@ -181,6 +185,10 @@ def _findings(name: str, split: SplitReport) -> list[str]:
             f"{name}: colour in {split.coloured} of {split.images} images; training takes their "
             "luma (--channels 3 keeps the colours)"
         )
+    same = (dict.fromkeys(names) for names in split.hashes.values())
+    twins = [" = ".join(names) for names in same if len(names) > 1]
+    if twins:
+        notes.append(f"warning: {name}: the same picture under several names: {_some(twins)}")
     if split.repeated:
         notes.append(f"warning: {name}: the list repeats {_some(split.repeated)}")
     return notes
@@ -213,5 +221,6 @@ _ROWS = (
     ("masks not binary", lambda s: str(len(s.touched))),
     ("masks without target", lambda s: str(len(s.empty))),
     ("missing", lambda s: str(len(s.missing))),
-    ("unreadable or mismatched", lambda s: str(len(s.unusable))),
+    ("unreadable", lambda s: str(len(s.unusable) - s.mismatched)),
+    ("image and mask differ in size", lambda s: str(s.mismatched)),
 )

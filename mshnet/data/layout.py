@@ -90,6 +90,8 @@ class DataFolder:
             lines = path.read_text(encoding="utf-8-sig").splitlines()
         except UnicodeDecodeError as error:
             raise RequestError(f"{path} is not a text file; one name a line expected") from error
+        except OSError as error:
+            raise RequestError(f"{path} cannot be read ({error.strerror})") from error
         names = [_stem(line.strip()) for line in lines if line.strip()]
         if not names:
             raise RequestError(f"{path} is empty; it must hold one image name a line")

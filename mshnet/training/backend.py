@@ -130,7 +130,8 @@ def choose(
         RequestError: the device is not there, or has fewer cores.
     """
     try:
-        chips = runtime.tpu_chips()
+        # Not asked for --device cpu or cuda: they are the way out where torch_xla is broken.
+        chips = runtime.tpu_chips() if device in ("auto", "tpu") else 0
         if device == "auto":
             device = "tpu" if chips else "cuda" if torch.cuda.is_available() else "cpu"
         if device == "tpu":

@@ -33,9 +33,10 @@ def save(content: dict, path: Path) -> None:
         OSError: the disk is full or gone; the file that was there before is untouched.
     """
     part = path.with_name(f".{path.name}.part")
+    content = to_host(content)
     try:
         with open(part, "wb") as file:
-            torch.save(to_host(content), file)
+            torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
@@ -92,7 +93,9 @@ def weights_of(content: dict, path: str | Path) -> dict[str, Tensor]:
         if isinstance(content.get(key), dict):
             content = content[key]
             break
-    if not content or not all(isinstance(value, Tensor) for value in content.values()):
+    if not content or not all(
+        isinstance(key, str) and isinstance(value, Tensor) for key, value in content.items()
+    ):
         raise RequestError(
             f"{path} holds no weights: expected a state_dict, or a dict with state_dict or net"
         )

@@ -57,6 +57,8 @@ class Config:
         for name in ("warm_epoch", "workers", "seed"):
             if getattr(self, name) < 0:
                 self._refuse(name, "must be 0 or more")
+        if self.seed >= 2**63:
+            self._refuse("seed", "must be below 2**63")
         if not 0 < self.lr < float("inf"):
             self._refuse("lr", "must be a positive number, for example 0.05")
         for name in ("base_size", "crop_size"):

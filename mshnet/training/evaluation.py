@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 from ..metrics import DetectionMetrics
 from ..progress import progress
 from .backend import Backend
+from .config import Config
 from .step import Normalize, evaluation_step
 
 
@@ -65,10 +66,11 @@ def evaluate(
     return metrics
 
 
-def protocol(size: int, split: str, images: int, definition: str, epoch_choice: str) -> str:
+def protocol(config: Config, images: int, definition: str, epoch_choice: str) -> str:
     """The conditions under which a number holds; printed with every result."""
+    size, colour = config.base_size, "grey" if config.channels == 1 else "colour"
     return (
-        f"{definition} definition, {split} split ({images} images) at {size}×{size}, "
+        f"{definition} definition, test split ({images} images) at {size}×{size} {colour}, "
         f"threshold logit > 0, {epoch_choice}"
     )
 

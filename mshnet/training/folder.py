@@ -4,8 +4,10 @@ import contextlib
 import datetime
 import json
 import math
+import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 from ..errors import RequestError
 from .checkpoint import CHECKPOINT
@@ -32,13 +34,16 @@ def require_writable(flag: str, folder: Path) -> None:
         ) from error
 
 
-def claim(save_dir: str | Path | None, bytes_needed: int, resuming: bool) -> Path:
+def claim(save_dir: str | Path | None, bytes_needed: int, resuming: bool) -> tuple[Path, bool]:
     """Create the run's folder and make sure that it can take what will be written.
 
     Args:
         save_dir: wanted folder; None makes ``weight/MSHNet-<timestamp>``.
         bytes_needed: of all files of a run together.
         resuming: an earlier run in the folder is expected rather than refused.
+
+    Returns:
+        The folder, and whether it was made just now.
 
     Raises:
         RequestError: not writable, too little space, or another run's.
@@ -52,6 +57,7 @@ def claim(save_dir: str | Path | None, bytes_needed: int, resuming: bool) -> Pat
             f"--save-dir {folder} holds an earlier run; continue it with --resume {folder}, "
             "or choose another folder"
         )
+    created = not folder.exists()
     require_writable("--save-dir", folder)
     free = shutil.disk_usage(folder).free
     if free < bytes_needed:
@@ -59,7 +65,7 @@ def claim(save_dir: str | Path | None, bytes_needed: int, resuming: bool) -> Pat
             f"--save-dir {folder} has {free / 1e6:.0f} MB free, a run writes up to "
             f"{bytes_needed / 1e6:.0f} MB; free some space or choose another folder"
         )
-    return folder
+    return folder, created
 
 
 def release(run_folder: Path) -> None:
@@ -70,7 +76,7 @@ def release(run_folder: Path) -> None:
 
 def write_config(folder: Path, config: Config) -> None:
     """``config.json``: every setting of the run."""
-    (folder / CONFIG).write_text(json.dumps(config.as_dict(), indent=2) + "\n")
+    _replace(folder / CONFIG, json.dumps(config.as_dict(), indent=2) + "\n")
 
 
 def read_log(folder: Path, before: int | None = None) -> list[dict]:
@@ -93,16 +99,30 @@ def read_log(folder: Path, before: int | None = None) -> list[dict]:
 
 def rewrite_log(folder: Path, records: list[dict]) -> None:
     """Replace the log, as a resumed run does with the epochs that it will not repeat."""
-    (folder / LOG).write_text("".join(_line(record) for record in records))
+    _replace(folder / LOG, "".join(to_json(record) + "\n" for record in records))
 
 
 def append_log(folder: Path, record: dict) -> None:
     """One more epoch."""
     with open(folder / LOG, "a") as file:
-        file.write(_line(record))
+        file.write(to_json(record) + "\n")
 
 
-def _line(record: dict) -> str:
-    # NaN (Pd of a set without targets, say) is not JSON: it becomes null.
-    clean = {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in record.items()}
-    return json.dumps(clean) + "\n"
+def to_json(value: Any) -> str:
+    """One line of JSON; NaN (Pd of a set without targets, say) is not JSON and becomes null."""
+
+    def clean(item: Any) -> Any:
+        if isinstance(item, dict):
+            return {key: clean(entry) for key, entry in item.items()}
+        if isinstance(item, list):
+            return [clean(entry) for entry in item]
+        return None if isinstance(item, float) and math.isnan(item) else item
+
+    return json.dumps(clean(value), allow_nan=False)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a text file whole or not at all."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text)
+    os.replace(part, path)

@@ -10,6 +10,7 @@ from torch.optim import Adagrad
 
 from ..data.feed import EvaluationSet, TrainingSet, evaluation_loader, training_loader
 from ..data.store import SampleStore
+from ..errors import RequestError
 from ..loss import SLSIoULoss
 from ..model import MSHNet
 from ..progress import progress
@@ -50,7 +51,7 @@ class Trainer:
         self.backend = backend
         self.folder = run_folder
         self.epoch = 0
-        self.best = {"iou": -1.0, "epoch": -1}
+        self.best: dict | None = None  # the best epoch's record
         self.records: list[dict] = []
 
         torch.manual_seed(config.seed)
@@ -94,7 +95,7 @@ class Trainer:
             self._save(record)
             say(_epoch_line(record, self.config.epochs))
             self.epoch += 1
-        return self.records[self.best["epoch"]]
+        return self.best
 
     def _epoch(self) -> dict:
         before, start = self.backend.counters(), time.perf_counter()
@@ -150,26 +151,26 @@ class Trainer:
                 if steps > LOG_EVERY:
                     bar.set_postfix(loss=f"{seen.item() / (steps - LOG_EVERY):.4f}")
                 seen = total
+        if steps != len(self.train_loader):
+            raise RuntimeError(f"the loader gave {steps} of {len(self.train_loader)} batches")
         return total.item() / steps
 
     def _save(self, record: dict) -> None:
-        better = record["iou"] > self.best["iou"]
+        better = self.best is None or not self.best["iou"] >= record["iou"]  # NaN: never kept
         if better:
-            self.best = {"iou": record["iou"], "epoch": self.epoch}
+            self.best = record
         host = checkpoint.to_host(self.model.state_dict())
-        content = {
-            "net": host,
-            "optimizer": self.optimizer.state_dict(),
+        about = {
+            "full": record["phase"] == "full",
             "epoch": self.epoch,
             "iou": record["iou"],
-            "best": self.best,
             "config": self.config.as_dict(),
         }
         if better:
             # Weights first: a checkpoint never speaks of a best that is not on disk.
-            full = record["phase"] == "full"
-            weights = {"state_dict": host, "full": full, "epoch": self.epoch, "iou": record["iou"]}
-            checkpoint.save(weights, self.folder / checkpoint.WEIGHTS)
+            checkpoint.save({"state_dict": host, **about}, self.folder / checkpoint.WEIGHTS)
+        optimizer = self.optimizer.state_dict()
+        content = {"net": host, "optimizer": optimizer, "best": self.best, **about}
         checkpoint.save(content, self.folder / checkpoint.CHECKPOINT)
 
 
@@ -188,9 +189,14 @@ def _optimizer_state(resume: dict | None, lr: float) -> dict | None:
     """The checkpoint's optimizer state; the learning rate is the request's."""
     if not resume:
         return None
-    state = resume["optimizer"]
-    for group in state["param_groups"]:
-        group["lr"] = lr
+    try:
+        state = resume["optimizer"]
+        for group in state["param_groups"]:
+            group["lr"] = lr
+    except (KeyError, TypeError) as error:
+        raise RequestError(
+            f"{checkpoint.CHECKPOINT} is damaged: its optimizer state lacks {error}"
+        ) from error
     return state
 
 

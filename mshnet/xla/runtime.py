@@ -79,11 +79,11 @@ def device() -> torch.device:
 
 
 def describe() -> str:
-    """For people: the platform and its cores, such as ``XLA on CPU, 1 core``."""
+    """For people: the platform, and one core of how many: ``XLA on TPU, 1 of 8 cores``."""
     import torch_xla.runtime as xr
 
     cores = xr.global_runtime_device_count()
-    return f"XLA on {xr.device_type()}, {cores} core{'s' if cores > 1 else ''}"
+    return f"XLA on {xr.device_type()}, {'1 core' if cores == 1 else f'1 of {cores} cores'}"
 
 
 def enable_compile_cache(folder: str) -> None:

@@ -6,22 +6,24 @@ from pathlib import Path
 
 import torch
 
-from .. import plots
-from ..data import source
-from ..data.augment import resize
-from ..data.feed import EvaluationSet, evaluation_loader
-from ..data.layout import DataFolder
-from ..data.store import SampleStore
-from ..errors import RequestError
-from ..metrics import DEFINITIONS, DetectionMetrics
-from ..model import MSHNet
-from ..predict import Detection, find_images, predict
-from . import backend as backends
-from . import checkpoint, folder
-from .config import Config
-from .evaluation import evaluate, protocol, result_line
-from .step import Normalize
-from .trainer import Trainer, bytes_of_a_run
+from . import plots
+from .data import source
+from .data.augment import resize
+from .data.decode import open_image
+from .data.feed import EvaluationSet, evaluation_loader
+from .data.layout import DataFolder
+from .data.store import SampleStore
+from .errors import RequestError
+from .metrics import DEFINITIONS, DetectionMetrics
+from .model import MSHNet
+from .predict import Detection, find_images, predict
+from .progress import progress
+from .training import backend as backends
+from .training import checkpoint, folder
+from .training.config import Config
+from .training.evaluation import evaluate, protocol, result_line
+from .training.step import Normalize
+from .training.trainer import Trainer, bytes_of_a_run
 
 Say = Callable[[str], None]
 
@@ -43,22 +45,23 @@ def train(given: dict, resume: str | None = None, say: Say = print) -> dict:
     config, state = _settings(given, resume)
     # Cheap checks first: nobody waits for a device to learn of a typing error.
     data_folder = _data_folder(config, ("train", "test"), say)
-    if config.weight_path and not state:
+    if config.weight_path:
         _model(config, config.weight_path)
     size = bytes_of_a_run(config.widths, config.depths)
-    run_folder = folder.claim(config.save_dir, size, resuming=state is not None)
+    run_folder, created = folder.claim(config.save_dir, size, resuming=state is not None)
     try:
         stores = [_open(data_folder, split, config, say) for split in ("train", "test")]
         backend = _backend(config, say)
-    except RequestError:
-        folder.release(run_folder)
+        trainer = Trainer(_with_absolute_paths(config), backend, *stores, run_folder, state)
+    except BaseException:
+        if created:
+            folder.release(run_folder)
         raise
 
-    trainer = Trainer(_with_absolute_paths(config), backend, *stores, run_folder, state)
     if state:
         say(f"resuming {run_folder} after epoch {state['epoch'] + 1}")
     say(f"run folder: {run_folder}")
-    conditions = protocol(config.base_size, "test", len(stores[1]), "corrected", "each epoch")
+    conditions = protocol(config, len(stores[1]), "corrected", "each epoch")
     say(f"tested after each epoch [{conditions}]")
     best = trainer.fit(say)
 
@@ -84,9 +87,7 @@ def test(given: dict, say: Say = print) -> dict:
     Raises:
         RequestError: the request cannot be fulfilled.
     """
-    config = Config(**given)
-    if not config.weight_path:
-        raise RequestError("--weight-path is missing: name the weights to evaluate")
+    config = _for_weights(given, "the weights to evaluate")
     model, full = _model(config, config.weight_path)
     store = _open(_data_folder(config, ("test",), say), "test", config, say)
     backend = _backend(config, say)
@@ -103,18 +104,21 @@ def predict_files(
     Raises:
         RequestError: the request cannot be fulfilled.
     """
-    config = Config(**given)
-    if not config.weight_path:
-        raise RequestError(
-            "--weight-path is missing: name trained weights, such as weight/MSHNet-…/weight.pkl"
-        )
+    config = _for_weights(given, "trained weights, such as weight/MSHNet-…/weight.pkl")
     paths = find_images(inputs)
+    if (out / "images").exists():
+        raise RequestError(
+            f"--out {out} is a data set (it has images/), whose masks would be overwritten; "
+            "choose another folder"
+        )
+    folder.require_writable("--out", out)
+    for path in progress(paths, "check images"):
+        open_image(path)
     model, full = _model(config, config.weight_path)
     backend = _backend(config, say)
     model.to(backend.device)
-    rows = predict(
-        model, backend, paths, out, config.base_size, config.channels, full, config.batch_size
-    )
+    batch_size = min(config.batch_size, len(paths))
+    rows = predict(model, backend, paths, out, config.base_size, config.channels, full, batch_size)
     say(f"{len(rows)} detections in {len(paths)} images: {out / 'detections.csv'}")
     say(f"pictures: {out / 'overlays'}, masks: {out / 'masks'}")
     return rows
@@ -135,13 +139,56 @@ def _settings(given: dict, resume: str | None) -> tuple[Config, dict | None]:
             f"--resume {resume}: {path} holds weights but no training state; start from them with "
             f"--weight-path {path}"
         )
-    config = Config.from_dict(state["config"] | {"save_dir": str(path.parent)} | given)
-    if Path(config.save_dir).resolve() != path.parent.resolve():
+    if not (path.parent / checkpoint.WEIGHTS).exists():
         raise RequestError(
-            f"--save-dir {config.save_dir}: a resumed run stays in its folder {path.parent}; "
-            "leave the flag out"
+            f"--resume {resume}: the run's best weights, {checkpoint.WEIGHTS}, are not beside "
+            f"{path}; copy them there"
         )
+    try:
+        # The number of workers is the machine's affair, and this may be another machine.
+        saved = {k: v for k, v in state["config"].items() if k not in ("workers", "weight_path")}
+        config = Config.from_dict(saved | {"save_dir": str(path.parent)} | given)
+        done = int(state["epoch"]) + 1
+    except (AttributeError, TypeError, ValueError) as error:
+        if isinstance(error, RequestError):
+            raise
+        raise RequestError(f"--resume {resume}: {path} is damaged ({error})") from error
+    own = Config.from_dict(saved | {"save_dir": str(path.parent)}).as_dict()
+    for name, value in given.items():
+        same = value == own[name] or (
+            name == "save_dir" and Path(value).resolve() == path.parent.resolve()
+        )
+        if not same and name not in _MAY_CHANGE:
+            raise RequestError(
+                f"--{name.replace('_', '-')} {value}: a resumed run keeps its own ({own[name]}); "
+                "leave the flag out, or start a new run"
+            )
+    if config.epochs < done:
+        raise RequestError(f"--epochs {config.epochs}: the run has trained {done} already")
     return config, state
+
+
+# What a run may do differently after an interruption and still be the same run.
+_MAY_CHANGE = (
+    "dataset_dir",
+    "epochs",
+    "lr",
+    "device",
+    "num_cores",
+    "cache",
+    "workers",
+    "compile_cache",
+)
+
+
+def _for_weights(given: dict, wanted: str) -> Config:
+    """Settings for using weights: image size and network are those they were trained with."""
+    if not given.get("weight_path"):
+        raise RequestError(f"--weight-path is missing: name {wanted}")
+    recorded = checkpoint.load(given["weight_path"]).get("config")
+    recorded = recorded if isinstance(recorded, dict) else {}
+    names = ("base_size", "channels", "widths", "depths")
+    return Config.from_dict({k: recorded[k] for k in names if k in recorded} | given)
 
 
 def _with_absolute_paths(config: Config) -> Config:
@@ -194,7 +241,8 @@ def _evaluate(
     config: Config, model: MSHNet, backend: backends.Backend, store: SampleStore, full: bool
 ) -> tuple[DetectionMetrics, list[torch.Tensor]]:
     """Metrics of a split, and the logits of its first images for a picture."""
-    loader = evaluation_loader(EvaluationSet(store, config.base_size), config.batch_size, 0)
+    batch_size = min(config.batch_size, len(store))
+    loader = evaluation_loader(EvaluationSet(store, config.base_size), batch_size, 0)
     shown: list[torch.Tensor] = []
     metrics = evaluate(
         model, Normalize().to(backend.device), backend, loader, full, look=shown.extend
@@ -217,7 +265,7 @@ def _results(metrics: DetectionMetrics, config: Config, choice: str, say: Say) -
     """Both definitions, said and returned, each with its protocol."""
     results = {}
     for definition in DEFINITIONS:
-        conditions = protocol(config.base_size, "test", metrics.images, definition, choice)
+        conditions = protocol(config, metrics.images, definition, choice)
         say(result_line(metrics, definition, conditions))
         results[definition] = metrics.compute(definition) | {"protocol": conditions}
     return results

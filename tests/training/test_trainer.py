@@ -169,4 +169,5 @@ def test_weights_know_their_network_their_image_size_and_their_head(finished, na
 def test_predict_does_not_write_over_a_data_set(finished, scenes):
     folder, _ = finished
     with pytest.raises(RequestError, match="whose masks would be overwritten"):
-        jobs.predict_files({"weight_path": str(folder / "weight.pkl")}, [f"{scenes}/images"], Path(scenes))
+        given = {"weight_path": str(folder / "weight.pkl")}
+        jobs.predict_files(given, [f"{scenes}/images"], Path(scenes))

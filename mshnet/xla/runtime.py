@@ -72,7 +72,12 @@ def select_platform(name: str) -> None:
 
 
 def device() -> torch.device:
-    """The XLA device of this process; opens the runtime on first use."""
+    """The XLA device of this process; opens the runtime on first use.
+
+    Open it before the first backward pass of the process, on whatever device that is: autograd
+    counts the devices then, and a backward pass on one that came later ends in an internal
+    assertion about ``device_ready_queues_`` (seen with torch_xla 2.9.0).
+    """
     import torch_xla
 
     return torch_xla.device()

@@ -1,6 +1,7 @@
 """The commands: ``mshnet train|test|predict|check-data``, and ``main_tpu.py``'s flags.
 
-Exit codes: 0 done, 1 failed while running, 2 the request was wrong (one line says what to change).
+Exit codes: 0 done, 1 failed while running, 2 the request was wrong (one line says what to change),
+130 and 143 stopped by Ctrl-C and SIGTERM after saving.
 """
 
 import argparse
@@ -14,8 +15,10 @@ from . import __version__, jobs
 from .data.check import check, table
 from .data.store import CACHES
 from .errors import RequestError
-from .training.config import DEVICES, PRECISIONS, Config, default_workers
+from .training.config import DEVICES, PRECISIONS, STRATEGIES, Config, default_workers
 from .training.folder import to_json
+from .training.session import EXIT_CODES
+from .xla.launch import ReplicaFailed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,14 +49,18 @@ examples:
       main_tpu.py --dataset-dir datasets/IRSTD-1k --batch-size 32 --use-tpu
   XLA without a TPU, small:
       PJRT_DEVICE=CPU main_tpu.py --epochs 3 --base-size 64 --crop-size 64 --use-tpu
-  go on after a disconnect:
-      main_tpu.py --resume weight/MSHNet-2026-01-31-12-00-00
+  eight cores, as on Kaggle; without a TPU put PJRT_DEVICE=CPU before it:
+      main_tpu.py --dataset-dir datasets/IRSTD-1k --batch-size 256 --use-tpu --num-cores 8
+  a session that may vanish; the same line begins and goes on:
+      main_tpu.py --dataset-dir /content/drive/MyDrive/IRSTD-1k.zip --stage --use-tpu \\
+          --save-dir /content/drive/MyDrive/runs/first --resume auto
   the numbers of trained weights:
       main_tpu.py --mode test --dataset-dir DIR --weight-path weight.pkl
 
 Without --dataset-dir it trains on built-in synthetic scenes. A run leaves config.json,
 metrics.jsonl, weight.pkl (best), checkpoint.pkl (last), curves.png and examples.png in its folder.
-exit codes: 0 done, 1 failed while running, 2 the request was wrong."""
+exit codes: 0 done, 1 failed while running, 2 the request was wrong, 130 and 143 stopped by Ctrl-C
+and SIGTERM after saving."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -100,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     _add(predict, "base_size", "side of the network's input, pixels")
     _add(predict, "batch_size", "images at a time", default_text="8")
     _add_channels(predict)
-    _add_device_flags(predict)
+    _add_device_flags(predict, cores=False)
     _add_weights(predict, "weights to use")
     _add_json(predict, "print the detections as one JSON array on standard output")
 
@@ -112,6 +119,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_train_flags(parser: argparse.ArgumentParser) -> None:
     _add_data_flags(parser)
+    parser.add_argument(
+        "--stage",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="copy (or unpack: zip, tar) the data set to ./datasets first, once; for sets on Drive",
+    )
     _add(parser, "epochs", "passes over the training split")
     _add(parser, "lr", "learning rate of Adagrad", kind=float)
     _add(parser, "warm_epoch", "last epoch (from 0) with one head and plain IoU loss")
@@ -125,11 +138,35 @@ def _add_train_flags(parser: argparse.ArgumentParser) -> None:
     _add(parser, "seed", "of weights, order and augmentation")
     _add_device_flags(parser)
     _add_weights(parser, "train: weights to start from; test: weights to evaluate")
+    _add(
+        parser,
+        "strategy",
+        "several cores as one device (spmd), or a replica on each with its own batch norm (launch)",
+        kind=str,
+        choices=STRATEGIES,
+    )
     _add(parser, "save_dir", "folder of the run", kind=str, default_text="weight/MSHNet-<time>")
+    _add(
+        parser,
+        "backup",
+        "second folder for the run's files, copied to in the background, such as one on Drive; "
+        "a --save-dir on Drive gets a local folder and becomes the backup by itself",
+        kind=str,
+        default_text="none",
+    )
     parser.add_argument(
         "--resume",
         metavar="RUN",
-        help="continue a run, by its folder or checkpoint.pkl, with the settings it has",
+        help="continue a run with the settings it has: its folder, its backup's, a checkpoint.pkl; "
+        "`auto` continues what is in --save-dir or --backup, and begins a run if nothing is",
+    )
+    _add(parser, "save_minutes", "minutes between checkpoints within an epoch", kind=float)
+    _add(
+        parser,
+        "max_minutes",
+        "save and stop in time for a session of so many minutes",
+        kind=float,
+        default_text="no limit",
     )
 
 
@@ -151,7 +188,7 @@ def _add_channels(parser: argparse.ArgumentParser) -> None:
     _add(parser, "channels", "1 keeps images grey, 3 keeps colour")
 
 
-def _add_device_flags(parser: argparse.ArgumentParser) -> None:
+def _add_device_flags(parser: argparse.ArgumentParser, cores: bool = True) -> None:
     _add(
         parser,
         "device",
@@ -167,7 +204,8 @@ def _add_device_flags(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         help="same as --device tpu; with PJRT_DEVICE=CPU set, XLA on the CPU",
     )
-    _add(parser, "num_cores", "TPU cores")
+    if cores:
+        _add(parser, "num_cores", "TPU cores of this machine; with PJRT_DEVICE=CPU, virtual ones")
     _add(parser, "precision", "bf16 is autocast", kind=str, choices=PRECISIONS)
     _add(
         parser,
@@ -221,6 +259,9 @@ def _run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
         # or Python would complain about it while it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except ReplicaFailed as error:
+        print(f"{parser.prog}: a replica failed, all were ended:\n{error}", file=sys.stderr)
+        return 1
     except OSError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
@@ -233,15 +274,22 @@ def _given(args: argparse.Namespace) -> dict:
 
 def _say(args: argparse.Namespace) -> Callable[[str], None]:
     """Where messages for people go: standard output, or beside it when that carries JSON."""
-    out = sys.stderr if args.json else sys.stdout
-    return lambda text: print(text, file=out, flush=True)
+    return _beside if args.json else _on_stdout
+
+
+def _on_stdout(text: str) -> None:
+    print(text, flush=True)
+
+
+def _beside(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _train(args: argparse.Namespace) -> int:
     record = jobs.train(_given(args), args.resume, _say(args))
     if args.json:
         print(to_json(record))
-    return 0
+    return EXIT_CODES.get(record["stopped"], 0)
 
 
 def _train_or_test(args: argparse.Namespace) -> int:

@@ -1,7 +1,9 @@
 """The jobs behind the commands: check the request, open data and device, do it, say where it is."""
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,6 +14,7 @@ from .data.augment import resize
 from .data.decode import open_image
 from .data.feed import EvaluationSet, evaluation_loader
 from .data.layout import DataFolder
+from .data.stage import stage
 from .data.store import SampleStore
 from .errors import RequestError
 from .metrics import DEFINITIONS, DetectionMetrics
@@ -20,12 +23,26 @@ from .predict import Detection, find_images, predict
 from .progress import progress
 from .training import backend as backends
 from .training import checkpoint, folder
+from .training.backup import Backup
 from .training.config import Config
 from .training.evaluation import evaluate, protocol, result_line
+from .training.resume import settings
+from .training.session import Session, signals
 from .training.step import Normalize
 from .training.trainer import Trainer, bytes_of_a_run
+from .xla import launch
 
 Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A training run whose request has been checked; replicas receive it."""
+
+    config: Config
+    folder: Path
+    data: Path
+    resume: Path | None  # checkpoint
 
 
 def train(given: dict, resume: str | None = None, say: Say = print) -> dict:
@@ -33,49 +50,129 @@ def train(given: dict, resume: str | None = None, say: Say = print) -> dict:
 
     Args:
         given: settings by the field names of :class:`~mshnet.training.config.Config`.
-        resume: folder or checkpoint of a run to continue; its settings hold unless given.
-        say: takes messages for people.
+        resume: a run to continue, see :func:`mshnet.training.resume.settings`; its settings hold
+            unless given.
+        say: takes messages for people; a module's function, so that replicas can have it.
 
     Returns:
-        The best epoch's line of ``metrics.jsonl``, with ``run`` naming the folder.
+        The best epoch's line of ``metrics.jsonl``, with ``run`` naming the folder and ``stopped``
+        the reason why training ended early, or None.
 
     Raises:
         RequestError: the request cannot be fulfilled; nothing has been trained then.
+        ReplicaFailed: a replica of ``strategy="launch"`` failed; all have been ended.
     """
-    config, state = _settings(given, resume)
-    # Cheap checks first: nobody waits for a device to learn of a typing error.
-    data_folder = _data_folder(config, ("train", "test"), say)
-    if config.weight_path:
-        _model(config, config.weight_path)
-    size = bytes_of_a_run(config.widths, config.depths)
-    run_folder, created = folder.claim(config.save_dir, size, resuming=state is not None)
+    started = time.monotonic()
+    with signals(say) as stop_requested:
+        config, checkpoint_path, state = settings(given, resume, say)
+        # Cheap checks first: nobody waits for a device to learn of a typing error.
+        place = backends.locate(config.device, config.num_cores)
+        _require_shares(config, config.num_cores)
+        data_folder = _data_folder(config, ("train", "test"), say)
+        if config.weight_path:
+            _model(config, config.weight_path)
+        size = bytes_of_a_run(config.widths, config.depths)
+        run_folder, created = folder.claim(config.save_dir, size, resuming=state is not None)
+        run = _Run(_with_absolute_paths(config), run_folder, data_folder, checkpoint_path)
+        try:
+            if checkpoint_path:
+                epochs, steps = checkpoint.position(state)
+                where = f"epoch {epochs}" + (f" and {steps} steps" if steps else "")
+                say(f"resuming {run_folder} after {where}, from {checkpoint_path}")
+            if config.num_cores > 1 and config.strategy == "launch":
+                run = _for_replicas(run)
+                _open_splits(run, say)  # damaged files are found here, and decoded once for all
+                platform = place.removeprefix("xla:")
+                work = (run, started, say)
+                return launch.launch(_replica, work, config.num_cores, platform, stop_requested)
+            stores = _open_splits(run, say)
+            session = Session(config.save_minutes, config.max_minutes, stop_requested, started)
+            return _train(run, stores, _backend(config, say), state, session, say)
+        finally:
+            if created:
+                folder.release(run_folder)
+
+
+def _replica(replicas: launch.Replicas, run: _Run, started: float, say: Say) -> dict:
+    """One replica's share of :func:`train`."""
+    if replicas.ordinal > 0:
+        say = _silent
+    config = run.config
+    state = checkpoint.load(run.resume) if run.resume else None
+    session = Session(config.save_minutes, config.max_minutes, replicas.stop_requested, started)
+    backend = _backend(config, say, replicas)
+    return _train(run, _open_splits(run, _silent), backend, state, session, say)
+
+
+def _for_replicas(run: _Run) -> _Run:
+    """Memory and loader processes are shared by the replicas.
+
+    Each of them would hold all decoded images; in the disk cache's file, mapped into memory, they
+    are there once.
+    """
+    cache = "disk" if run.config.cache == "ram" else run.config.cache
+    workers = run.config.workers // run.config.num_cores
+    return dataclasses.replace(
+        run, config=dataclasses.replace(run.config, cache=cache, workers=workers)
+    )
+
+
+def _silent(text: str) -> None:
+    """Says nothing: one replica speaks for all."""
+
+
+def _train(
+    run: _Run,
+    stores: list[SampleStore],
+    backend: backends.Backend,
+    state: dict | None,
+    session: Session,
+    say: Say,
+) -> dict:
+    """Train and show, in the process that has the device."""
+    config = run.config
+    backup = None
+    if config.backup and backend.writer:
+        backup = Backup(run.folder, Path(config.backup), say)
+    saved = backup.request if backup else _nothing
     try:
-        stores = [_open(data_folder, split, config, say) for split in ("train", "test")]
-        backend = _backend(config, say)
-        trainer = Trainer(_with_absolute_paths(config), backend, *stores, run_folder, state)
-    except BaseException:
-        if created:
-            folder.release(run_folder)
-        raise
+        trainer = Trainer(config, backend, *stores, run.folder, state, session, saved)
+        say(f"run folder: {run.folder}")
+        conditions = protocol(config, len(stores[1]), "corrected", "each epoch")
+        say(f"tested after each epoch [{conditions}]")
+        best = trainer.fit(say)
+        if backend.writer and trainer.records:
+            plots.curves(trainer.records, run.folder / "curves.png")
+        if trainer.stopped:
+            say(
+                f"stopped by {trainer.stopped} after epoch {trainer.epoch} and {trainer.step} of "
+                f"{trainer.steps} steps; go on with --resume {run.folder}"
+            )
+        else:
+            _show(run, trainer, stores[1], best, say)
+    finally:
+        if backup:
+            backup.close()
+    return {**(best or {}), "run": str(run.folder), "stopped": trainer.stopped}
 
-    if state:
-        say(f"resuming {run_folder} after epoch {state['epoch'] + 1}")
-    say(f"run folder: {run_folder}")
-    conditions = protocol(config, len(stores[1]), "corrected", "each epoch")
-    say(f"tested after each epoch [{conditions}]")
-    best = trainer.fit(say)
 
-    weights = run_folder / checkpoint.WEIGHTS
-    full = checkpoint.load_weights(trainer.model, weights)
-    plots.curves(trainer.records, run_folder / "curves.png")
-    metrics, shown = _evaluate(config, trainer.model, backend, stores[1], full)
-    _draw_examples(stores[1], shown, config.base_size, run_folder / "examples.png")
+def _nothing() -> None:
+    """For runs without a backup."""
+
+
+def _show(run: _Run, trainer: Trainer, store: SampleStore, best: dict, say: Say) -> None:
+    """Numbers and pictures of the best weights."""
+    config, weights = run.config, run.folder / checkpoint.WEIGHTS
+    model, full = _model(config, weights)  # a new one: loaded in place it would be another graph
+    trainer.backend.move(model)
+    metrics, shown = _evaluate(config, model, trainer.backend, store, full)
+    if trainer.backend.writer:
+        _draw_examples(store, shown, config.base_size, run.folder / "examples.png")
     choice = f"epoch {best['epoch'] + 1} of {config.epochs}, the best IoU on test"
     _results(metrics, config, choice, say)
     say(f"weights:  {weights}")
-    say(f"log:      {run_folder / folder.LOG}")
-    say(f"pictures: {run_folder / 'curves.png'} and examples.png beside it")
-    return {**best, "run": str(run_folder)}
+    say(f"log:      {run.folder / folder.LOG}")
+    say(f"pictures: {run.folder / 'curves.png'} and examples.png beside it")
 
 
 def test(given: dict, say: Say = print) -> dict:
@@ -88,10 +185,12 @@ def test(given: dict, say: Say = print) -> dict:
         RequestError: the request cannot be fulfilled.
     """
     config = _for_weights(given, "the weights to evaluate")
+    backends.locate(config.device, config.num_cores)
+    _require_shares(config, config.num_cores)
     model, full = _model(config, config.weight_path)
     store = _open(_data_folder(config, ("test",), say), "test", config, say)
     backend = _backend(config, say)
-    model.to(backend.device)
+    backend.move(model)
     metrics, _ = _evaluate(config, model, backend, store, full)
     return _results(metrics, config, f"weights {config.weight_path}", say)
 
@@ -116,69 +215,12 @@ def predict_files(
         open_image(path)
     model, full = _model(config, config.weight_path)
     backend = _backend(config, say)
-    model.to(backend.device)
+    backend.move(model)
     batch_size = min(config.batch_size, len(paths))
     rows = predict(model, backend, paths, out, config.base_size, config.channels, full, batch_size)
     say(f"{len(rows)} detections in {len(paths)} images: {out / 'detections.csv'}")
     say(f"pictures: {out / 'overlays'}, masks: {out / 'masks'}")
     return rows
-
-
-def _settings(given: dict, resume: str | None) -> tuple[Config, dict | None]:
-    """The settings of a run, and the checkpoint that it continues."""
-    if resume is None:
-        return Config(**given), None
-    path = Path(resume)
-    if path.is_dir():
-        path = path / checkpoint.CHECKPOINT
-    if not path.exists():
-        raise RequestError(f"--resume {resume}: there is no {path}; name the folder of a run")
-    state = checkpoint.load(path)
-    if not {"net", "optimizer", "epoch", "best", "config"} <= state.keys():
-        raise RequestError(
-            f"--resume {resume}: {path} holds weights but no training state; start from them with "
-            f"--weight-path {path}"
-        )
-    if not (path.parent / checkpoint.WEIGHTS).exists():
-        raise RequestError(
-            f"--resume {resume}: the run's best weights, {checkpoint.WEIGHTS}, are not beside "
-            f"{path}; copy them there"
-        )
-    try:
-        # The number of workers is the machine's affair, and this may be another machine.
-        saved = {k: v for k, v in state["config"].items() if k not in ("workers", "weight_path")}
-        config = Config.from_dict(saved | {"save_dir": str(path.parent)} | given)
-        done = int(state["epoch"]) + 1
-    except (AttributeError, TypeError, ValueError) as error:
-        if isinstance(error, RequestError):
-            raise
-        raise RequestError(f"--resume {resume}: {path} is damaged ({error})") from error
-    own = Config.from_dict(saved | {"save_dir": str(path.parent)}).as_dict()
-    for name, value in given.items():
-        same = value == own[name] or (
-            name == "save_dir" and Path(value).resolve() == path.parent.resolve()
-        )
-        if not same and name not in _MAY_CHANGE:
-            raise RequestError(
-                f"--{name.replace('_', '-')} {value}: a resumed run keeps its own ({own[name]}); "
-                "leave the flag out, or start a new run"
-            )
-    if config.epochs < done:
-        raise RequestError(f"--epochs {config.epochs}: the run has trained {done} already")
-    return config, state
-
-
-# What a run may do differently after an interruption and still be the same run.
-_MAY_CHANGE = (
-    "dataset_dir",
-    "epochs",
-    "lr",
-    "device",
-    "num_cores",
-    "cache",
-    "workers",
-    "compile_cache",
-)
 
 
 def _for_weights(given: dict, wanted: str) -> Config:
@@ -193,7 +235,7 @@ def _for_weights(given: dict, wanted: str) -> Config:
 
 def _with_absolute_paths(config: Config) -> Config:
     """So that a run can be resumed from another working folder."""
-    names = ("dataset_dir", "weight_path", "compile_cache")
+    names = ("dataset_dir", "weight_path", "compile_cache", "backup")
     given = {name: getattr(config, name) for name in names}
     paths = {name: str(Path(path).resolve()) for name, path in given.items() if path}
     return dataclasses.replace(config, **paths)
@@ -204,6 +246,9 @@ def _data_folder(config: Config, splits: Sequence[str], say: Say) -> Path:
     if config.dataset_dir is None:
         say("no --dataset-dir: using built-in synthetic scenes")
         path = source.built_in_scenes(config.base_size)
+    elif config.stage:
+        path = stage(config.dataset_dir)
+        say(f"{config.dataset_dir} is staged in {path}")
     else:
         path = Path(config.dataset_dir)
     data = DataFolder(path)
@@ -223,10 +268,30 @@ def _open(path: Path, split: str, config: Config, say: Say) -> SampleStore:
     return store
 
 
-def _backend(config: Config, say: Say) -> backends.Backend:
+def _require_shares(config: Config, cores: int) -> None:
+    """Every core gets the same number of images of a global batch.
+
+    Raises:
+        RequestError: they do not come out even.
+    """
+    if config.batch_size % cores:
+        near = config.batch_size // cores * cores
+        choices = " or ".join(str(n) for n in (near, near + cores) if n)
+        raise RequestError(
+            f"--batch-size {config.batch_size}: it is the global batch, shared by {cores} cores, "
+            f"and must be a multiple of {cores}; use {choices}"
+        )
+
+
+def _open_splits(run: _Run, say: Say) -> list[SampleStore]:
+    return [_open(run.data, split, run.config, say) for split in ("train", "test")]
+
+
+def _backend(config: Config, say: Say, replicas: launch.Replicas | None = None) -> backends.Backend:
     backend = backends.choose(
-        config.device, config.num_cores, config.precision, config.compile_cache
+        config.device, config.num_cores, config.precision, config.compile_cache, replicas
     )
+    _require_shares(config, backend.cores)  # with several hosts these are more than num_cores
     say(f"device: {backend.label}, {config.precision}")
     return backend
 
@@ -239,24 +304,30 @@ def _model(config: Config, weights: str | Path) -> tuple[MSHNet, bool]:
 
 def _evaluate(
     config: Config, model: MSHNet, backend: backends.Backend, store: SampleStore, full: bool
-) -> tuple[DetectionMetrics, list[torch.Tensor]]:
-    """Metrics of a split, and the logits of its first images for a picture."""
-    batch_size = min(config.batch_size, len(store))
-    loader = evaluation_loader(EvaluationSet(store, config.base_size), batch_size, 0)
-    shown: list[torch.Tensor] = []
-    metrics = evaluate(
-        model, Normalize().to(backend.device), backend, loader, full, look=shown.extend
-    )
-    return metrics, shown[: plots.SHOWN]
+) -> tuple[DetectionMetrics, dict[int, torch.Tensor]]:
+    """Metrics of a split, and the logits of some of its first images, by index, for a picture."""
+    dataset = EvaluationSet(store, config.base_size)
+    loader = evaluation_loader(dataset, config.batch_size, 0, backend.loads)
+    normalize = Normalize()
+    backend.move(normalize)
+    shown: dict[int, torch.Tensor] = {}
+
+    def look(first: int, logits: torch.Tensor) -> None:
+        room = plots.SHOWN - len(shown)
+        shown.update({first + i: row for i, row in enumerate(logits[:room])})
+
+    return evaluate(model, normalize, backend, loader, full, look), shown
 
 
-def _draw_examples(store: SampleStore, logits: list[torch.Tensor], size: int, path: Path) -> None:
-    pairs = [resize(*store[i], size) for i in range(len(logits))]
+def _draw_examples(
+    store: SampleStore, logits: dict[int, torch.Tensor], size: int, path: Path
+) -> None:
+    pairs = [resize(*store[i], size) for i in logits]
     plots.examples(
         images=[image for image, _ in pairs],
         masks=[mask != 0 for _, mask in pairs],
-        predictions=[(x[0] > 0).numpy() for x in logits],
-        names=[sample.name for sample in store.samples[: len(logits)]],
+        predictions=[(x[0] > 0).numpy() for x in logits.values()],
+        names=[store.samples[i].name for i in logits],
         path=path,
     )
 

@@ -145,6 +145,32 @@ class DetectionMetrics:
         self.false_area["corrected"] += int(np.delete(areas, found).sum())
         self.false_area["official"] += int(areas[~np.isin(areas, areas[found])].sum())
 
+    def pack(self) -> Tensor:
+        """All sums as one vector, float64 (N,), exact: for adding up parts of a split."""
+        counts = [self.images, self.intersection, self.union, self.correct, self.positive]
+        counts += [self.targets, self.matched, *self.false_area.values()]
+        sums = torch.tensor([*counts, self.iou_sum], dtype=torch.float64)
+        return torch.cat([sums, self.roc_true.double(), self.roc_false.double()])
+
+    def unpack(self, packed: Tensor) -> None:
+        """Replace all sums by those of :meth:`pack`, or by a sum of several."""
+        counts, (self.iou_sum,), roc_true, roc_false = (
+            part.tolist() for part in packed.split([9, 1, len(THRESHOLDS), len(THRESHOLDS)])
+        )
+        (
+            self.images,
+            self.intersection,
+            self.union,
+            self.correct,
+            self.positive,
+            self.targets,
+            self.matched,
+            *areas,
+        ) = map(int, counts)
+        self.false_area = dict(zip(DEFINITIONS, map(int, areas), strict=True))
+        self.roc_true = torch.tensor(roc_true).long()
+        self.roc_false = torch.tensor(roc_false).long()
+
     def compute(self, definition: Literal["corrected", "official"] | None = None) -> dict:
         """The numbers so far.
 

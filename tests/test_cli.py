@@ -119,6 +119,16 @@ def file_as_folder(data):
     Path("run").write_text("")
 
 
+def damaged_run(data):
+    folder = data.parent / "run"
+    folder.mkdir()
+    (folder / "checkpoint.pkl").write_bytes(b"PK\x03\x04 half of a file")
+
+
+def foreign_archive(data):
+    (data.parent / "set.zip").write_bytes(b"no archive at all")
+
+
 BAD_TRAINING = [
     (sound, "--dataset-dir nowhere", "nowhere does not exist; datasets/README.md"),
     (no_masks_folder, "", "has no folder masks/"),
@@ -145,6 +155,14 @@ BAD_TRAINING = [
     (sound, "--use-tpu", "Runtime > Change runtime type > v5e-1 TPU"),
     (sound, "--num-cores 8 --device cpu", "--num-cores 8: --device cpu trains on 1"),
     (sound, "--num-cores 0", "--num-cores 0: must be at least 1"),
+    (sound, "--strategy both", "argument --strategy: invalid choice: 'both'"),
+    (sound, "--save-minutes 0", "--save-minutes 0.0: must be a positive number of minutes"),
+    (sound, "--max-minutes -5", "--max-minutes -5.0: must be a positive number of minutes"),
+    (sound, "--resume auto", "looks for a checkpoint in --save-dir and --backup; name a folder"),
+    (damaged_run, "--save-dir run --resume auto", "no checkpoint in run is whole; start a new"),
+    (sound, "--stage --dataset-dir gone.zip", "gone.zip does not exist"),
+    (foreign_archive, "--stage --dataset-dir set.zip", "set.zip"),
+    (foreign_archive, "--dataset-dir set.zip", "set.zip is a file; --stage unpacks archives"),
     (sound, "--device cuda", "PyTorch finds no CUDA GPU; choose --device cpu"),
     (sound, "--bach-size 4", "unrecognized arguments: --bach-size 4"),
     (sound, "--weight-path gone.pkl", "gone.pkl does not exist"),
@@ -191,13 +209,52 @@ def test_a_wrong_request_is_one_line_and_exit_2(data, capsys, broken, flags, exp
     assert not left, "a refused request leaves nothing behind"
 
 
-def test_more_cores_than_xla_on_the_cpu_has(data, capsys, monkeypatch):
-    monkeypatch.setenv("PJRT_DEVICE", "CPU")
-    arguments = ["--dataset-dir", "data", *SMALL, "--use-tpu", "--num-cores", "8"]
-    assert main_tpu(arguments) == 2
+def refused(capsys, *arguments):
+    """The one line that a request is answered with."""
+    given = [*SMALL, "--dataset-dir", "data", "--use-tpu", *arguments]
+    assert main_tpu(given) == 2
     message = capsys.readouterr().err
-    assert "--num-cores 8: this machine has 1" in message
-    assert "Kaggle's TPU v5e-8 has 8" in message
+    print(f"{' '.join(arguments)}: {message}")
+    assert message.count("\n") == 1
+    return message
+
+
+@pytest.mark.parametrize(
+    ("cores", "expected"),
+    [
+        ("9", "--num-cores 9: XLA on the CPU has 8 virtual ones"),
+        ("2", "--num-cores 2: this process has opened its device already"),
+    ],
+)
+def test_cores_that_xla_on_the_cpu_does_not_have(data, capsys, monkeypatch, cores, expected):
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    message = refused(capsys, "--num-cores", cores)
+    assert expected in message
+    assert cores == "2" or "Kaggle's TPU v5e-8 has 8" in message
+
+
+@pytest.mark.parametrize("strategy", ["spmd", "launch"])
+def test_a_batch_that_the_cores_cannot_share(data, capsys, monkeypatch, strategy):
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    monkeypatch.setattr(runtime, "is_open", lambda: False)
+    for batch, choices in ((2, "use 8"), (12, "use 8 or 16")):
+        flags = ["--num-cores", "8", "--batch-size", str(batch), "--strategy", strategy]
+        message = refused(capsys, *flags)
+        assert f"--batch-size {batch}: it is the global batch, shared by 8 cores" in message
+        assert choices in message
+
+
+@pytest.mark.parametrize(
+    ("chips", "cores", "expected"),
+    [
+        (1, 8, "--num-cores 8: this machine has 1 (Colab's TPUs have 1 core"),
+        (8, 3, "--num-cores 3: cores are taken by rectangles of the board; use 1 or 2 or 4 or 8"),
+        (4, 8, "--num-cores 8: this machine has 4"),
+    ],
+)
+def test_cores_that_a_tpu_does_not_have(data, capsys, monkeypatch, chips, cores, expected):
+    monkeypatch.setattr(runtime, "tpu_chips", lambda: chips)
+    assert expected in refused(capsys, "--num-cores", str(cores))
 
 
 def test_a_compile_cache_that_cannot_be_written(data, capsys, monkeypatch):

@@ -258,6 +258,23 @@ def test_a_false_alarm_on_an_empty_image_has_no_overlap():
     assert result["fa"] == 4 / (2 * SIZE**2)
 
 
+@MANY
+@given(st.lists(samples(least_targets=0), min_size=2, max_size=3))
+def test_parts_that_are_packed_and_added_up_are_the_whole(parts):
+    whole, packed = DetectionMetrics(SIZE), []
+    for logits, masks in parts:
+        whole.update(logits, masks)
+        part = DetectionMetrics(SIZE)
+        part.update(logits, masks)
+        packed.append(part.pack())
+    together = DetectionMetrics(SIZE)
+    together.unpack(sum(packed))
+    for definition in ("corrected", "official"):
+        ours, theirs = together.compute(definition), whole.compute(definition)
+        assert ours.pop("niou") == pytest.approx(theirs.pop("niou"), rel=1e-12)  # a sum's order
+        np.testing.assert_equal(ours, theirs)
+
+
 # --- wrong requests ------------------------------------------------------------------------------
 
 

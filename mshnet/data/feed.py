@@ -5,7 +5,7 @@ Images stay uint8 until they are on the device (``training/step.py`` normalises 
 """
 
 from collections.abc import Iterator
-from functools import partial
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,6 +14,28 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from .augment import augment, resize
 from .store import SampleStore
+
+BLANK = -1  # the index of a black frame, which fills up the last batch of an evaluation
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of ``count`` equal slices of every global batch.
+
+    Whoever loads it (a host, a replica), batch k is made of the same samples: slice ``index``
+    holds rows ``index * size`` to ``(index + 1) * size`` of it.
+    """
+
+    index: int = 0
+    count: int = 1
+
+    def size(self, batch_size: int) -> int:
+        """Samples of a global batch that fall to this part; ``count`` must divide it."""
+        assert batch_size % self.count == 0, (batch_size, self.count)
+        return batch_size // self.count
+
+
+WHOLE = Part()
 
 
 class TrainingSet(Dataset):
@@ -37,7 +59,7 @@ class TrainingSet(Dataset):
 
 
 class EvaluationSet(Dataset):
-    """Samples resized to size × size."""
+    """Samples resized to size × size; :data:`BLANK` addresses a black frame without target."""
 
     def __init__(self, store: SampleStore, size: int):
         self.store = store
@@ -48,52 +70,83 @@ class EvaluationSet(Dataset):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """Image (C, size, size) and mask (1, size, size), both uint8; the mask is 0 or 1."""
+        if index == BLANK:
+            shape = (self.size, self.size)
+            return (
+                torch.zeros((self.store.channels, *shape), dtype=torch.uint8),
+                torch.zeros((1, *shape), dtype=torch.uint8),
+            )
         image, mask = resize(*self.store[index], self.size)
         return channels_first(image), channels_first(mask)
 
 
-class EpochSampler(Sampler):
+class EpochBatches(Sampler):
     """Every index once an epoch, in an order that depends on seed and epoch alone.
 
-    Yields (epoch, index), so a worker needs no state of its own to know the epoch.
+    Yields lists of (epoch, index), one part of one global batch each, so a worker needs no state
+    of its own to know the epoch. The rest that does not fill a global batch is left out (another
+    batch size would be another graph); the shuffle makes it another rest each epoch.
+
+    Attributes:
+        epoch: set before each epoch.
+        start: global batches of this epoch to leave out, for an epoch that was interrupted.
     """
 
-    def __init__(self, length: int, seed: int):
+    def __init__(self, length: int, batch_size: int, seed: int, part: Part):
         self.length = length
+        self.batch_size = batch_size
         self.seed = seed
-        self.epoch = 0
+        self.part = part
+        self.epoch = self.start = 0
 
     def __len__(self) -> int:
-        return self.length
+        return self.length // self.batch_size - self.start
 
-    def __iter__(self) -> Iterator[tuple[int, int]]:
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         order = np.random.default_rng([self.seed, self.epoch]).permutation(self.length)
-        return ((self.epoch, int(index)) for index in order)
+        size = self.part.size(self.batch_size)
+        for batch in range(self.start, self.length // self.batch_size):
+            first = batch * self.batch_size + self.part.index * size
+            yield [(self.epoch, int(index)) for index in order[first : first + size]]
 
 
-def training_loader(dataset: TrainingSet, batch_size: int, workers: int) -> DataLoader:
-    """Shuffled batches of one size; set ``loader.sampler.epoch`` before each epoch.
+class FilledBatches(Sampler):
+    """All indices in order, in parts of global batches; the last one is filled up with blanks."""
 
-    The rest that does not fill a batch is dropped (another batch size would be another graph);
-    the shuffle makes it another rest each epoch.
+    def __init__(self, length: int, batch_size: int, part: Part):
+        self.length = length
+        self.batch_size = batch_size
+        self.part = part
+
+    def __len__(self) -> int:
+        return -(-self.length // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        size = self.part.size(self.batch_size)
+        for batch in range(len(self)):
+            first = batch * self.batch_size + self.part.index * size
+            yield [i if i < self.length else BLANK for i in range(first, first + size)]
+
+
+def training_loader(
+    dataset: TrainingSet, batch_size: int, workers: int, part: Part = WHOLE
+) -> DataLoader:
+    """Shuffled batches of one size; set ``loader.batch_sampler.epoch`` before each epoch.
+
+    Args:
+        batch_size: global.
+        part: what this process loads of each global batch.
     """
-    sampler = EpochSampler(len(dataset), dataset.seed)
-    return DataLoader(
-        dataset, batch_size, sampler=sampler, drop_last=True, **_worker_options(workers)
-    )
+    batches = EpochBatches(len(dataset), batch_size, dataset.seed, part)
+    return DataLoader(dataset, batch_sampler=batches, **_worker_options(workers))
 
 
-def evaluation_loader(dataset: EvaluationSet, batch_size: int, workers: int) -> DataLoader:
+def evaluation_loader(
+    dataset: EvaluationSet, batch_size: int, workers: int, part: Part = WHOLE
+) -> DataLoader:
     """All samples in order; the last batch is filled up with black frames to keep its shape."""
-
-    collate = partial(_collate_filled, batch_size)
-    return DataLoader(dataset, batch_size, collate_fn=collate, **_worker_options(workers))
-
-
-def _collate_filled(batch_size: int, samples: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    blank = tuple(torch.zeros_like(x) for x in samples[0])
-    samples = samples + [blank] * (batch_size - len(samples))
-    return [torch.stack(column) for column in zip(*samples, strict=True)]
+    batches = FilledBatches(len(dataset), batch_size, part)
+    return DataLoader(dataset, batch_sampler=batches, **_worker_options(workers))
 
 
 def _worker_options(workers: int) -> dict:

@@ -40,6 +40,8 @@ class DataFolder:
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
+        if self.folder.is_file():
+            raise RequestError(f"data set {self.folder} is a file; --stage unpacks archives")
         if not self.folder.is_dir():
             raise RequestError(
                 f"data set folder {self.folder} does not exist; "

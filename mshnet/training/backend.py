@@ -4,15 +4,19 @@ import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from ..data.feed import WHOLE, Part
 from ..errors import RequestError
 from ..xla import runtime
+from ..xla.launch import Replicas
 from ..xla.runtime import Counters
+from ..xla.spmd import DataMesh
 from .folder import require_writable
 
 WHERE_EIGHT = (
@@ -26,12 +30,37 @@ class Backend:
     Attributes:
         device: where the model and the batches live.
         label: for people, such as ``"cuda: NVIDIA L4"``.
+        cores: that share a global batch, on all hosts.
+        loads: what this process loads of every global batch.
+        holds: what it gets back of every global batch.
+        writer: whether this process writes the run's files; one of all does.
+        agree_every: steps between two calls of :meth:`agree` in a training.
     """
+
+    cores = 1
+    loads: Part = WHOLE
+    holds: Part = WHOLE
+    writer = True
+    agree_every = 1
 
     def __init__(self, device: torch.device, label: str, precision: str = "fp32"):
         self.device = device
         self.label = label
         self.precision = precision
+
+    def move(self, module: nn.Module) -> None:
+        """Move a module to the device, in place.
+
+        Batch norm's counts of batches stay: nothing computes with them, and as 0-dimensional zeros
+        they would be constants of the first XLA step and data of the second, one more compilation.
+        """
+        counted = [
+            m for m in module.modules() if getattr(m, "num_batches_tracked", None) is not None
+        ]
+        counts = [m.num_batches_tracked for m in counted]
+        module.to(self.device)
+        for m, count in zip(counted, counts, strict=True):
+            m.num_batches_tracked = count
 
     def place(
         self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer], state: dict | None
@@ -46,7 +75,7 @@ class Backend:
         # The state always arrives from the host: made on an XLA device, its zeros would be part
         # of the first step's graph and the second step would be another graph.
         state = state or make_optimizer(model).state_dict()
-        _move(model, self.device)
+        self.move(model)
         optimizer = make_optimizer(model)
         optimizer.load_state_dict(state)
         return optimizer
@@ -71,19 +100,66 @@ class Backend:
             return torch.autocast(self.device.type, dtype=torch.bfloat16)
         return nullcontext()
 
+    def optimizer_step(self, optimizer: Optimizer) -> None:
+        """Update the weights, with the gradients of the whole global batch."""
+        optimizer.step()
+
     def end_step(self) -> None:
         """Where a step ends."""
+
+    def readable(self, tensor: Tensor) -> Tensor:
+        """A result that this process will read, made so that it can."""
+        return tensor
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Host vectors (N,) of all processes that hold different parts, added up."""
+        return values
+
+    def agree(self, value: int) -> int:
+        """The largest value of all processes; they have to ask at the same steps."""
+        return value
+
+    def replica_state(self, model: nn.Module) -> Tensor | None:
+        """What differs between replicas within an epoch, float32 (replicas, N), on the host.
+
+        That is batch norm's statistics; None where there is one model only.
+        """
+        return None
+
+    def set_replica_state(self, model: nn.Module, state: Tensor | None) -> None:
+        """Give every replica its own again, or the mean where their number is another."""
+
+    def end_epoch(self, model: nn.Module) -> None:
+        """Make all replicas the same model again."""
+
+    def check_same(self, digest: bytes) -> None:
+        """Prove that all replicas hold the same weights.
+
+        Args:
+            digest: a hash of this one's.
+
+        Raises:
+            RuntimeError: they differ.
+        """
 
     def counters(self) -> Counters:
         """Compilations, fallbacks and host reads so far; zeros where nothing is compiled."""
         return Counters()
 
+    def rng_state(self) -> Any:
+        """State of the device's random numbers, of types that a checkpoint may hold."""
+        return torch.cuda.get_rng_state() if self.device.type == "cuda" else None
+
+    def set_rng_state(self, state: Any) -> None:
+        """Continue from a state of the same kind of device; another kind's is left alone."""
+        if self.device.type == "cuda" and isinstance(state, Tensor):
+            torch.cuda.set_rng_state(state)
+
 
 class XlaBackend(Backend):
-    """One XLA core: a TPU, or the CPU under the same compiler front."""
+    """One XLA core: a TPU's, or the CPU under the same compiler front."""
 
-    def __init__(self, platform: str, precision: str = "fp32", compile_cache: str | None = None):
-        runtime.select_platform(platform)
+    def __init__(self, precision: str = "fp32", compile_cache: str | None = None):
         if compile_cache:
             runtime.enable_compile_cache(compile_cache)
         super().__init__(runtime.device(), runtime.describe(), precision)
@@ -97,34 +173,135 @@ class XlaBackend(Backend):
     def counters(self) -> Counters:
         return runtime.counters()
 
+    def rng_state(self) -> Any:
+        return runtime.rng_state()
 
-def _move(model: nn.Module, device: torch.device) -> None:
-    """Move the model, except batch norm's counts of batches, which nothing computes with.
+    def set_rng_state(self, state: Any) -> None:
+        if isinstance(state, int):
+            runtime.set_rng_state(state)
 
-    As 0-dimensional zeros they would be constants of the first XLA step and data of the second:
-    one more compilation.
+
+class SpmdBackend(XlaBackend):
+    """All cores of all hosts as one device: the batch is split, everything else replicated."""
+
+    def __init__(self, precision: str = "fp32", compile_cache: str | None = None):
+        self.mesh = DataMesh()
+        super().__init__(precision, compile_cache)
+        self.cores = self.mesh.cores
+        self.loads = Part(self.mesh.host, self.mesh.hosts)
+        self.writer = self.mesh.host == 0
+        self.agree_every = 1 if self.mesh.hosts == 1 else 10
+
+    def move(self, module: nn.Module) -> None:
+        super().move(module)
+        state = [*module.parameters(), *module.buffers()]
+        self.mesh.replicate(tensor for tensor in state if tensor.device.type == "xla")
+
+    def place(
+        self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer], state: dict | None
+    ) -> Optimizer:
+        optimizer = super().place(model, make_optimizer, state)
+        values = [v for slots in optimizer.state.values() for v in slots.values()]
+        self.mesh.replicate(v for v in values if v.device.type == "xla")
+        return optimizer
+
+    def feed(self, loader: DataLoader) -> Iterable[list[Tensor]]:
+        return runtime.DeviceFeed(loader, self.device, self.mesh.split(4))
+
+    def put(self, tensor: Tensor) -> Tensor:
+        placed = super().put(tensor)
+        self.mesh.replicate([placed])
+        return placed
+
+    def readable(self, tensor: Tensor) -> Tensor:
+        # A host can read only what one of its cores holds, so every core gets the whole tensor.
+        # A result of its own, because an input's sharding is fixed.
+        whole = tensor * 1
+        self.mesh.replicate([whole])
+        return whole
+
+    def agree(self, value: int) -> int:
+        return self.mesh.largest(value)
+
+
+class ReplicaBackend(XlaBackend):
+    """One of several replicas of the model, each on a core of its own with a part of the batch.
+
+    Gradients are averaged in every step. Batch norm sees its replica's part only; its running
+    statistics are averaged after every epoch, so that evaluation and weights know one model.
     """
-    counted = [m for m in model.modules() if getattr(m, "num_batches_tracked", None) is not None]
-    counts = [module.num_batches_tracked for module in counted]
-    model.to(device)
-    for module, count in zip(counted, counts, strict=True):
-        module.num_batches_tracked = count
+
+    def __init__(
+        self, replicas: Replicas, precision: str = "fp32", compile_cache: str | None = None
+    ):
+        super().__init__(precision, compile_cache)
+        self.replicas = replicas
+        self.cores = replicas.count
+        self.label = f"{self.label.split(',')[0]}, {replicas.count} replicas"
+        self.loads = self.holds = Part(replicas.ordinal, replicas.count)
+        self.writer = replicas.ordinal == 0
+        self.agree_every = 10
+
+    def place(
+        self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer], state: dict | None
+    ) -> Optimizer:
+        optimizer = super().place(model, make_optimizer, state)
+        values = [*model.parameters(), *model.buffers()]
+        values += [v for slots in optimizer.state.values() for v in slots.values()]
+        self.replicas.broadcast(v for v in values if v.device.type == "xla")
+        return optimizer
+
+    def optimizer_step(self, optimizer: Optimizer) -> None:
+        self.replicas.optimizer_step(optimizer)
+
+    def sum(self, values: Tensor) -> Tensor:
+        return self.replicas.gather(values).sum(0)
+
+    def agree(self, value: int) -> int:
+        return int(self.replicas.gather(torch.tensor([value])).max())
+
+    def replica_state(self, model: nn.Module) -> Tensor:
+        own = torch.cat([buffer.detach().cpu().flatten() for buffer in _statistics(model)])
+        return self.replicas.gather(own)
+
+    @torch.no_grad()
+    def set_replica_state(self, model: nn.Module, state: Tensor | None) -> None:
+        if state is None:
+            return
+        same = len(state) == self.replicas.count
+        own = state[self.replicas.ordinal] if same else state.mean(0)
+        buffers = _statistics(model)
+        pieces = own.split([buffer.numel() for buffer in buffers])
+        for buffer, piece in zip(buffers, pieces, strict=True):
+            buffer.copy_(piece.view(buffer.shape))
+
+    def end_epoch(self, model: nn.Module) -> None:
+        self.set_replica_state(model, self.replica_state(model).mean(0, keepdim=True))
+
+    def check_same(self, digest: bytes) -> None:
+        hashes = self.replicas.gather(torch.frombuffer(bytearray(digest), dtype=torch.int64))
+        if (hashes != hashes[0]).any():
+            raise RuntimeError(
+                "the replicas' weights differ: "
+                + ", ".join(f"{i}: {h.numpy().tobytes().hex()[:16]}" for i, h in enumerate(hashes))
+            )
 
 
-def choose(
-    device: str = "auto",
-    num_cores: int = 1,
-    precision: str = "fp32",
-    compile_cache: str | None = None,
-) -> Backend:
-    """The backend for a request.
+def _statistics(model: nn.Module) -> list[Tensor]:
+    """Batch norm's running means and variances."""
+    return [buffer for buffer in model.buffers() if buffer.device.type == "xla"]
+
+
+def locate(device: str = "auto", num_cores: int = 1) -> str:
+    """Where a request will run; nothing is opened.
 
     Args:
         device: ``"auto"`` (TPU, then CUDA, then CPU), ``"tpu"``, ``"cuda"`` or ``"cpu"``. With
             ``PJRT_DEVICE=CPU`` set, ``"tpu"`` means XLA on the CPU.
-        num_cores: cores to train on.
-        precision: ``"fp32"`` or ``"bf16"`` (autocast).
-        compile_cache: folder for compiled programs; XLA only.
+        num_cores: cores of this machine to train on.
+
+    Returns:
+        ``"xla:TPU"``, ``"xla:CPU"``, ``"cuda"`` or ``"cpu"``.
 
     Raises:
         RequestError: the device is not there, or has fewer cores.
@@ -135,7 +312,7 @@ def choose(
         if device == "auto":
             device = "tpu" if chips else "cuda" if torch.cuda.is_available() else "cpu"
         if device == "tpu":
-            return _xla(chips, num_cores, precision, compile_cache)
+            return f"xla:{_platform(chips, num_cores)}"
     except runtime.XlaUnavailable as error:
         raise RequestError(str(error)) from error
     if num_cores > 1:
@@ -143,37 +320,76 @@ def choose(
             f"--num-cores {num_cores}: --device {device} trains on 1; several cores are a TPU's "
             f"({WHERE_EIGHT})"
         )
-    if device == "cuda":
-        if not torch.cuda.is_available():
-            raise RequestError(
-                "--device cuda: PyTorch finds no CUDA GPU; choose --device cpu, or check "
-                "`nvidia-smi` and that torch is a CUDA build"
-            )
-        name = torch.cuda.get_device_name()
-        return Backend(torch.device("cuda"), f"cuda: {name}", precision)
-    label = f"cpu: {os.cpu_count()} cores, {torch.get_num_threads()} threads"
-    return Backend(torch.device("cpu"), label, precision)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise RequestError(
+            "--device cuda: PyTorch finds no CUDA GPU; choose --device cpu, or check "
+            "`nvidia-smi` and that torch is a CUDA build"
+        )
+    return device
 
 
-def _xla(chips: int, num_cores: int, precision: str, compile_cache: str | None) -> XlaBackend:
-    on_cpu = runtime.requested_platform() == "CPU"
+def _platform(chips: int, num_cores: int) -> str:
     runtime.require_matching_versions()
+    on_cpu = runtime.requested_platform() == "CPU"
     if not chips and not on_cpu:
         raise RequestError(
             "--use-tpu: this machine has no TPU. In Colab: Runtime > Change runtime type > "
             "v5e-1 TPU; on Kaggle: Settings > Accelerator > TPU v5e-8. To run XLA on the CPU "
             "instead, set PJRT_DEVICE=CPU"
         )
-    cores = 1 if on_cpu else chips
-    if num_cores > cores:
-        raise RequestError(
-            f"--num-cores {num_cores}: this machine has {cores} ({WHERE_EIGHT}); "
-            f"use --num-cores {cores}"
+    platform = "CPU" if on_cpu else "TPU"
+    possible = runtime.possible_cores(platform)
+    if num_cores > max(possible):
+        there = (
+            "XLA on the CPU has 8 virtual ones" if on_cpu else f"this machine has {possible[-1]}"
         )
-    if num_cores > 1:
         raise RequestError(
-            f"--num-cores {num_cores}: this version trains on one core; use --num-cores 1"
+            f"--num-cores {num_cores}: {there} ({WHERE_EIGHT}; more than 8 are a pod slice's, "
+            f"GUIDE.md); use --num-cores {max(possible)}"
         )
-    if compile_cache:
-        require_writable("--compile-cache", Path(compile_cache))
-    return XlaBackend("CPU" if on_cpu else "TPU", precision, compile_cache)
+    if num_cores not in possible:
+        raise RequestError(
+            f"--num-cores {num_cores}: cores are taken by rectangles of the board; use "
+            + " or ".join(map(str, possible))
+        )
+    if num_cores > 1 and runtime.is_open():
+        raise RequestError(
+            f"--num-cores {num_cores}: this process has opened its device already, and its cores "
+            "are settled; train in a process of its own: `!mshnet train …` in a notebook"
+        )
+    return platform
+
+
+def choose(
+    device: str = "auto",
+    num_cores: int = 1,
+    precision: str = "fp32",
+    compile_cache: str | None = None,
+    replicas: Replicas | None = None,
+) -> Backend:
+    """Open the backend for a request.
+
+    Args:
+        device: see :func:`locate`.
+        num_cores: cores of this machine to train on.
+        precision: ``"fp32"`` or ``"bf16"`` (autocast).
+        compile_cache: folder for compiled programs; XLA only.
+        replicas: in a process that :func:`mshnet.xla.launch.launch` started, what it was given.
+
+    Raises:
+        RequestError: the device is not there, or has fewer cores.
+    """
+    if replicas:
+        return ReplicaBackend(replicas, precision, compile_cache)
+    place = locate(device, num_cores)
+    if place.startswith("xla:"):
+        if compile_cache:
+            require_writable("--compile-cache", Path(compile_cache))
+        if not runtime.is_open():
+            runtime.select_platform(place.removeprefix("xla:"), num_cores)
+        return (SpmdBackend if num_cores > 1 else XlaBackend)(precision, compile_cache)
+    if place == "cuda":
+        name = torch.cuda.get_device_name()
+        return Backend(torch.device("cuda"), f"cuda: {name}", precision)
+    label = f"cpu: {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    return Backend(torch.device("cpu"), label, precision)

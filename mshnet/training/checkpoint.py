@@ -3,6 +3,8 @@
 import os
 import pickle
 import zipfile
+import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from ..errors import RequestError
 
 CHECKPOINT = "checkpoint.pkl"
+PREVIOUS = "checkpoint.previous.pkl"  # the one before, should the newest be damaged
 WEIGHTS = "weight.pkl"
 
 
@@ -32,6 +35,25 @@ def save(content: dict, path: Path) -> None:
     Raises:
         OSError: the disk is full or gone; the file that was there before is untouched.
     """
+    os.replace(_write(content, path), path)
+
+
+def save_newest(content: dict, folder: Path) -> None:
+    """Write ``checkpoint.pkl``; the one that was there becomes ``checkpoint.previous.pkl``.
+
+    Raises:
+        OSError: as :func:`save`; both files are as they were then.
+    """
+    newest = folder / CHECKPOINT
+    part = _write(content, newest)
+    # A damaged one must not take the place of the last that is whole.
+    if is_whole(newest):
+        os.replace(newest, folder / PREVIOUS)
+    os.replace(part, newest)
+
+
+def _write(content: dict, path: Path) -> Path:
+    """A complete file under a temporary name beside ``path``."""
     part = path.with_name(f".{path.name}.part")
     content = to_host(content)
     try:
@@ -39,12 +61,56 @@ def save(content: dict, path: Path) -> None:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(part, path)
     except BaseException as error:
         part.unlink(missing_ok=True)
-        if isinstance(error, RuntimeError):  # how torch.save reports a failed write
-            raise OSError(f"{path} could not be written: {str(error).splitlines()[0]}") from error
+        if isinstance(error, OSError | RuntimeError):  # RuntimeError: torch.save's failed write
+            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            raise OSError(
+                f"{path} could not be written: {reason}; what was there before is whole: free "
+                f"some space and go on with --resume {path.parent}"
+            ) from error
         raise
+    return part
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a file that torch.save wrote is there with every byte: by its own checksums."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            return file.testzip() is None
+    except (OSError, zipfile.BadZipFile, zlib.error, EOFError):
+        return False
+
+
+def newest(folders: Iterable[Path]) -> tuple[Path | None, dict, list[Path]]:
+    """The checkpoint furthest in training, of those that are whole.
+
+    Args:
+        folders: of a run and of its backup, say; they may be missing.
+
+    Returns:
+        Its path (None: there is none) and content, and the damaged files that were passed over.
+
+    Raises:
+        RequestError: one is whole but holds more than tensors and plain values.
+    """
+    best, content, damaged = None, {}, []
+    for folder in folders:
+        for path in (folder / CHECKPOINT, folder / PREVIOUS):
+            if not path.exists():
+                continue
+            if not is_whole(path):
+                damaged.append(path)
+                continue
+            found = load(path)
+            if best is None or position(found) > position(content):
+                best, content = path, found
+    return best, content, damaged
+
+
+def position(content: dict) -> tuple[int, int]:
+    """Epochs finished, and steps done in the next one."""
+    return int(content.get("epoch", -1)) + 1, int(content.get("step", 0))
 
 
 def load(path: str | Path) -> dict:

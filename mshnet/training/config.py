@@ -10,6 +10,7 @@ from ..errors import RequestError
 
 DEVICES = ("auto", "tpu", "cuda", "cpu")
 PRECISIONS = ("fp32", "bf16")
+STRATEGIES = ("spmd", "launch")
 
 
 def default_workers() -> int:
@@ -33,7 +34,8 @@ class Config:
     base_size: int = 256  # pixels; scale of the augmentation, and size of evaluation
     crop_size: int = 256  # pixels; size of training samples
     device: str = "auto"
-    num_cores: int = 1
+    num_cores: int = 1  # of this machine
+    strategy: str = "spmd"  # how several cores share the work
     precision: str = "fp32"
     channels: int = 1  # kept of each image; one is repeated for the network's three
     cache: str = "ram"
@@ -42,6 +44,10 @@ class Config:
     save_dir: str | None = None  # None: weight/MSHNet-<timestamp>
     weight_path: str | None = None  # test: what to load; train: where to start from
     compile_cache: str | None = None
+    backup: str | None = None  # second folder for the run's files, such as one on Drive
+    save_minutes: float = 10.0  # between checkpoints within an epoch
+    max_minutes: float | None = None  # save and stop in time for a session's limit
+    stage: bool = False  # copy the data set to the local disk first
     widths: tuple[int, ...] = (16, 32, 64, 128, 256)  # of the network, official
     depths: tuple[int, ...] = (1, 2, 2, 2, 2)
 
@@ -61,6 +67,10 @@ class Config:
             self._refuse("seed", "must be below 2**63")
         if not 0 < self.lr < float("inf"):
             self._refuse("lr", "must be a positive number, for example 0.05")
+        for name in ("save_minutes", "max_minutes"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                self._refuse(name, "must be a positive number of minutes")
         for name in ("base_size", "crop_size"):
             size = getattr(self, name)
             if size % 16:
@@ -69,6 +79,7 @@ class Config:
         for name, choices in (
             ("device", DEVICES),
             ("precision", PRECISIONS),
+            ("strategy", STRATEGIES),
             ("cache", CACHES),
             ("channels", (1, 3)),
         ):

@@ -16,7 +16,7 @@ from .step import Normalize, evaluation_step
 def predict_batches(
     model: nn.Module, normalize: Normalize, backend: Backend, loader: DataLoader, full: bool
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Logits and masks on the host, (B, 1, H, W) each, batch by batch.
+    """Logits and masks on the host, (B, 1, H, W) each, batch by batch: what this process holds.
 
     A batch is fetched after the next one has been dispatched, so that device and host work at
     the same time.
@@ -26,10 +26,11 @@ def predict_batches(
     waiting = None
     for images, masks in backend.feed(loader):
         logits = evaluation_step(model, normalize, backend, images, phase)
+        pair = backend.readable(logits), backend.readable(masks)
         backend.end_step()
         if waiting is not None:
             yield _fetch(waiting)
-        waiting = (logits, masks)
+        waiting = pair
     if waiting is not None:
         yield _fetch(waiting)
 
@@ -45,24 +46,29 @@ def evaluate(
     backend: Backend,
     loader: DataLoader,
     full: bool = True,
-    look: Callable[[Tensor], None] | None = None,
+    look: Callable[[int, Tensor], None] | None = None,
 ) -> DetectionMetrics:
-    """Metrics over the loader's data set; ``compute()`` gives either definition.
+    """Metrics over the loader's data set, the same in every process that takes part.
+
+    ``compute()`` gives either definition.
 
     Args:
         full: True evaluates the fused head, False the full-size head (during warm-up).
-        look: receives each batch's logits on the host, (B, 1, H, W), for pictures and the like.
+        look: receives the index of the first image of a batch and the logits of the batch on the
+            host, (B, 1, H, W), for pictures and the like.
     """
-    dataset = loader.dataset
+    dataset, batch_size = loader.dataset, loader.batch_sampler.batch_size
     metrics = DetectionMetrics(dataset.size)
     batches = predict_batches(model, normalize, backend, loader, full)
-    left = len(dataset)
+    first = backend.holds.index * backend.holds.size(batch_size)
     for logits, masks in progress(batches, "evaluate", len(loader)):
-        count = min(left, len(logits))  # the last batch is filled up with blanks
-        metrics.update(logits[:count], masks[:count])
-        if look:
-            look(logits[:count])
-        left -= count
+        count = min(max(len(dataset) - first, 0), len(logits))  # the rest are blanks
+        if count:
+            metrics.update(logits[:count], masks[:count])
+            if look:
+                look(first, logits[:count])
+        first += batch_size
+    metrics.unpack(backend.sum(metrics.pack()))
     return metrics
 
 

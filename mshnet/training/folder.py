@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import RequestError
-from .checkpoint import CHECKPOINT
+from .checkpoint import CHECKPOINT, PREVIOUS
 from .config import Config
 
 LOG = "metrics.jsonl"
@@ -52,7 +52,7 @@ def claim(save_dir: str | Path | None, bytes_needed: int, resuming: bool) -> tup
         stamp = datetime.datetime.now().strftime("%Y-%m-%d-%H-%M-%S")
         save_dir = Path("weight") / f"MSHNet-{stamp}"
     folder = Path(save_dir)
-    if (folder / CHECKPOINT).exists() and not resuming:
+    if not resuming and any((folder / name).exists() for name in (CHECKPOINT, PREVIOUS)):
         raise RequestError(
             f"--save-dir {folder} holds an earlier run; continue it with --resume {folder}, "
             "or choose another folder"

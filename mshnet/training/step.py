@@ -54,7 +54,7 @@ def train_step(
     loss = multiscale_loss(criterion, scales, fused, masks.float(), warm_epoch, epoch)
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
-    optimizer.step()
+    backend.optimizer_step(optimizer)
     return loss.detach()
 
 

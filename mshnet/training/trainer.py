@@ -1,11 +1,12 @@
 """The training run, top to bottom, the same for every device."""
 
+import hashlib
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Adagrad
 
 from ..data.feed import EvaluationSet, TrainingSet, evaluation_loader, training_loader
@@ -18,13 +19,18 @@ from . import checkpoint, folder
 from .backend import Backend
 from .config import Config
 from .evaluation import evaluate
+from .session import GO_ON, STOP, Session
 from .step import Normalize, train_step
 
 LOG_EVERY = 10  # steps between two looks at the loss
 
 
 class Trainer:
-    """Trains an MSHNet and leaves config, log, checkpoint and best weights in one folder.
+    """Trains an MSHNet and leaves config, log, checkpoints and best weights in one folder.
+
+    Its whole state is the weights, the optimizer's state, the random states and a position: epochs
+    finished, steps of the next one. Samples and their augmentation follow from seed, epoch and
+    index, so neither sampler nor workers have a state of their own.
 
     Args:
         config: the settings.
@@ -33,6 +39,11 @@ class Trainer:
         test: decoded test split.
         run_folder: where everything is written.
         resume: content of a checkpoint to continue from.
+        session: says when to save and when to stop.
+        saved: called after files of the folder have changed.
+
+    Attributes:
+        stopped: why training ended before the last epoch, or None.
 
     Raises:
         RequestError: the weights to start from do not fit.
@@ -46,21 +57,30 @@ class Trainer:
         test: SampleStore,
         run_folder: Path,
         resume: dict | None = None,
+        session: Session | None = None,
+        saved: Callable[[], None] = lambda: None,
     ):
         self.config = config
         self.backend = backend
         self.folder = run_folder
-        self.epoch = 0
+        self.session = session or Session(config.save_minutes, config.max_minutes)
+        self.saved = saved
+        self.stopped: str | None = None
+        self.epoch, self.step = checkpoint.position(resume or {})
         self.best: dict | None = None  # the best epoch's record
         self.records: list[dict] = []
+        self._total = torch.zeros(1)  # of the losses of this epoch's steps
+        self._seconds = 0.0  # spent on this epoch by sessions before this one
+        self._evaluation_seconds = 0.0  # the last one's
 
         torch.manual_seed(config.seed)
         self.model = MSHNet(widths=config.widths, depths=config.depths)
         if resume:
             checkpoint.fill(self.model, resume["net"], run_folder / checkpoint.CHECKPOINT)
-            self.epoch = resume["epoch"] + 1
             self.best = resume["best"]
             self.records = folder.read_log(run_folder, before=self.epoch)
+            self._total = resume.get("loss_sum", self._total)
+            self._seconds = resume.get("seconds", 0.0)
         elif config.weight_path:
             checkpoint.load_weights(self.model, config.weight_path)
         self.optimizer = backend.place(
@@ -68,67 +88,91 @@ class Trainer:
             lambda model: Adagrad(model.parameters(), lr=config.lr),
             _optimizer_state(resume, config.lr),
         )
-        self.normalize = Normalize().to(backend.device)
+        self.normalize = Normalize()
+        backend.move(self.normalize)
         self.criterion = SLSIoULoss()
+        if resume:
+            backend.set_replica_state(self.model, resume.get("replica_state"))
+            torch.set_rng_state(resume.get("rng", {}).get("host", torch.get_rng_state()))
+            backend.set_rng_state(resume.get("rng", {}).get("device"))
+        self._require_one_position()
 
         train_set = TrainingSet(train, config.base_size, config.crop_size, config.seed)
-        self.train_loader = training_loader(train_set, config.batch_size, config.workers)
+        self.train_loader = training_loader(
+            train_set, config.batch_size, config.workers, backend.loads
+        )
+        self.steps = len(self.train_loader)  # of a whole epoch
         test_set = EvaluationSet(test, config.base_size)
         # Resizing is a small part of evaluation: workers of its own would only take memory.
-        self.test_loader = evaluation_loader(test_set, config.batch_size, workers=0)
-        folder.write_config(run_folder, config)
-        folder.rewrite_log(run_folder, self.records)
+        self.test_loader = evaluation_loader(test_set, config.batch_size, 0, backend.loads)
+        if backend.writer:
+            folder.write_config(run_folder, config)
+            folder.rewrite_log(run_folder, self.records)
 
-    def fit(self, say: Callable[[str], None] = print) -> dict:
-        """Train the epochs that are left.
+    def fit(self, say: Callable[[str], None] = print) -> dict | None:
+        """Train the epochs that are left, or until the session ends.
 
         Args:
             say: takes a line for people after each epoch.
 
         Returns:
-            The best epoch's record: its line of ``metrics.jsonl``.
+            The best epoch's record, its line of ``metrics.jsonl``; None before the first.
         """
-        while self.epoch < self.config.epochs:
+        while self.epoch < self.config.epochs and not self.stopped:
             record = self._epoch()
+            if record is None:
+                break
             self.records.append(record)
-            folder.append_log(self.folder, record)
-            self._save(record)
+            self._save_epoch(record)
             say(_epoch_line(record, self.config.epochs))
-            self.epoch += 1
+            if self.epoch < self.config.epochs and self._ask() == STOP:
+                self.stopped = self.session.reason()
         return self.best
 
-    def _epoch(self) -> dict:
+    def _epoch(self) -> dict | None:
+        """One epoch from where it stands; its record, or None if the session ended in it."""
         before, start = self.backend.counters(), time.perf_counter()
-        loss = self._train_epoch()
+        done = self.step
+        self._train(start)
+        if not self.stopped and self._ask(self._evaluation_seconds) == STOP:
+            self._stop(start)
+        if self.stopped:
+            return None
         trained = time.perf_counter() - start
+        loss = float(self._total.item() / self.steps)
+        images = (self.steps - done) * self.config.batch_size
+        self.backend.end_epoch(self.model)
         full = self.epoch > self.config.warm_epoch
         metrics = evaluate(self.model, self.normalize, self.backend, self.test_loader, full)
+        self._evaluation_seconds = time.perf_counter() - start - trained
         corrected, official = metrics.compute("corrected"), metrics.compute("official")
         counted = self.backend.counters() - before
-        images = len(self.train_loader) * self.config.batch_size
+        parts = self.backend.holds.count
         return {
             "epoch": self.epoch,
             "phase": "full" if full else "warm-up",
-            "loss": loss,
+            "loss": self.backend.sum(torch.tensor([loss], dtype=torch.float64)).item() / parts,
             **{key: corrected[key] for key in ("iou", "niou", "pixel_accuracy", "pd", "fa")},
             "fa_official": official["fa"],
-            "seconds": round(time.perf_counter() - start, 3),
+            "seconds": round(self._seconds + time.perf_counter() - start, 3),
             "images_per_second": round(images / trained, 2),
             "compilations": counted.compilations,
             "fallbacks": counted.fallbacks,
             "host_reads": counted.host_reads,
         }
 
-    def _train_epoch(self) -> float:
-        """One pass over the training split; the mean loss."""
+    def _train(self, start: float) -> None:
+        """The steps that are left of this epoch."""
         self.model.train()
-        self.train_loader.sampler.epoch = self.epoch
-        total = seen = self.backend.put(torch.zeros(1))
-        steps = 0
+        batches = self.train_loader.batch_sampler
+        batches.epoch, batches.start = self.epoch, self.step
+        total = seen = self.backend.put(self._total)
+        seen_at = first = self.step
         bar = progress(
             self.backend.feed(self.train_loader),
             f"epoch {self.epoch + 1}/{self.config.epochs}",
-            len(self.train_loader),
+            self.steps,
+            initial=first,
         )
         for images, masks in bar:
             loss = train_step(
@@ -144,45 +188,109 @@ class Trainer:
             )
             total = total + loss
             self.backend.end_step()
-            steps += 1
+            self.step += 1
             # Reading a value waits for the device, so the bar shows the mean of ten steps ago,
             # which has been computed by now.
-            if steps % LOG_EVERY == 0 and not bar.disable:
-                if steps > LOG_EVERY:
-                    bar.set_postfix(loss=f"{seen.item() / (steps - LOG_EVERY):.4f}")
-                seen = total
-        if steps != len(self.train_loader):
-            raise RuntimeError(f"the loader gave {steps} of {len(self.train_loader)} batches")
-        return total.item() / steps
+            if self.step % LOG_EVERY == 0 and not bar.disable:
+                if seen_at > first:
+                    bar.set_postfix(loss=f"{seen.item() / seen_at:.4f}")
+                seen, seen_at = total, self.step
+            if self.step % self.backend.agree_every == 0 and self.step < self.steps:
+                wanted = self._ask()
+                if wanted != GO_ON:
+                    self._total = total
+                    self._save_position(start)
+                if wanted == STOP:
+                    self.stopped = self.session.reason()
+                    return
+        if self.step != self.steps:
+            raise RuntimeError(f"the loader gave {self.step} of {self.steps} batches")
+        self._total = total
 
-    def _save(self, record: dict) -> None:
-        better = self.best is None or not self.best["iou"] >= record["iou"]  # NaN: never kept
-        if better:
-            self.best = record
+    def _ask(self, next_seconds: float = 0.0) -> int:
+        """What the session wants, the same answer in every process."""
+        return self.backend.agree(self.session.due(next_seconds))
+
+    def _stop(self, start: float) -> None:
+        self._save_position(start)
+        self.stopped = self.session.reason()
+
+    def _save_position(self, start: float) -> None:
+        """A checkpoint within an epoch."""
+        began = time.perf_counter()
+        replica_state = self.backend.replica_state(self.model)
         host = checkpoint.to_host(self.model.state_dict())
-        about = {
-            "full": record["phase"] == "full",
-            "epoch": self.epoch,
-            "iou": record["iou"],
-            "config": self.config.as_dict(),
-        }
-        if better:
-            # Weights first: a checkpoint never speaks of a best that is not on disk.
-            checkpoint.save({"state_dict": host, **about}, self.folder / checkpoint.WEIGHTS)
-        optimizer = self.optimizer.state_dict()
-        content = {"net": host, "optimizer": optimizer, "best": self.best, **about}
-        checkpoint.save(content, self.folder / checkpoint.CHECKPOINT)
+        self._write(
+            host,
+            full=self.epoch > self.config.warm_epoch,
+            epoch=self.epoch - 1,  # the last one that is finished
+            step=self.step,
+            loss_sum=self._total,
+            seconds=self._seconds + began - start,
+            replica_state=replica_state,
+        )
+        self.session.saved(time.perf_counter() - began)
+
+    def _save_epoch(self, record: dict) -> None:
+        """Log, checkpoint and best weights after an epoch, and on to the next."""
+        began = time.perf_counter()
+        host = checkpoint.to_host(self.model.state_dict())
+        digest = _digest(host)
+        self.backend.check_same(digest)
+        record["weights"] = digest.hex()[:16]
+        if self.backend.writer:
+            folder.append_log(self.folder, record)
+        about = {"full": record["phase"] == "full", "epoch": self.epoch, "iou": record["iou"]}
+        if self.best is None or not self.best["iou"] >= record["iou"]:  # NaN: never kept
+            self.best = record
+            if self.backend.writer:
+                # Weights first: a checkpoint never speaks of a best that is not on disk.
+                content = {"state_dict": host, **about, "config": self.config.as_dict()}
+                checkpoint.save(content, self.folder / checkpoint.WEIGHTS)
+        self._write(host, **about)
+        self.epoch, self.step, self._total, self._seconds = self.epoch + 1, 0, torch.zeros(1), 0.0
+        self.session.saved(time.perf_counter() - began)
+
+    def _write(self, host: dict[str, Tensor], **about) -> None:
+        optimizer = checkpoint.to_host(self.optimizer.state_dict())
+        if not self.backend.writer:
+            return
+        rng = {"host": torch.get_rng_state(), "device": self.backend.rng_state()}
+        content = {"net": host, "optimizer": optimizer, "best": self.best, "rng": rng, **about}
+        checkpoint.save_newest({**content, "config": self.config.as_dict()}, self.folder)
+        self.saved()
+
+    def _require_one_position(self) -> None:
+        """With several processes: all continue from the same checkpoint.
+
+        Raises:
+            RuntimeError: they do not; each would wait for the others for ever.
+        """
+        agree = self.backend.agree  # on the largest; on the smallest with the sign turned
+        if any(agree(n) != n or agree(-n) != -n for n in (self.epoch, self.step)):
+            raise RuntimeError(
+                f"the hosts resume from different checkpoints (this one from epoch {self.epoch}, "
+                f"step {self.step}): --save-dir must be a folder that all of them see"
+            )
 
 
 def bytes_of_a_run(widths: tuple[int, ...], depths: tuple[int, ...]) -> int:
-    """Disk space for a run: checkpoint (weights and Adagrad's sums) twice, weights twice, plots.
+    """Disk space for a run: checkpoints (weights and Adagrad's sums), best weights, plots.
 
-    Twice, because a file is replaced only when its successor is complete.
+    Two checkpoints are kept, and a file is replaced only when its successor is complete.
     """
     with torch.device("meta"):
         model: nn.Module = MSHNet(widths=widths, depths=depths)
     weights = sum(value.nbytes for value in model.state_dict().values())
-    return 2 * (2 * weights) + 2 * weights + 5_000_000
+    return 3 * (2 * weights) + 2 * weights + 5_000_000
+
+
+def _digest(state: dict[str, Tensor]) -> bytes:
+    """SHA-256 of a state_dict's values."""
+    hashed = hashlib.sha256()
+    for value in state.values():
+        hashed.update(value.contiguous().numpy())
+    return hashed.digest()
 
 
 def _optimizer_state(resume: dict | None, lr: float) -> dict | None:

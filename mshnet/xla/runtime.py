@@ -8,12 +8,20 @@ import glob
 import importlib.util
 import os
 import platform
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
+
+VIRTUAL_CORES = 8  # cores that XLA on the CPU can be asked for: as many as one TPU machine has
+
+# How chips lie on a host's board, by their number: x, y, z of Google's topology variables.
+_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 
 
 class XlaUnavailable(RuntimeError):
@@ -60,15 +68,83 @@ def tpu_chips() -> int:
     return tpu.num_available_chips()
 
 
+def tpu_cores() -> int:
+    """Cores (XLA devices) of this machine's TPU: two a chip on v2 and v3, one on later ones."""
+    return tpu_chips() * _cores_per_chip()
+
+
+def _cores_per_chip() -> int:
+    v2_or_v3 = "0x0027"  # the PCI device id of both; later TPUs have others
+    ids = (Path(path).read_text().strip() for path in glob.glob("/sys/bus/pci/devices/*/device"))
+    return 2 if v2_or_v3 in ids else 1
+
+
 def requested_platform() -> str | None:
     """What ``PJRT_DEVICE`` asks for, in capitals (``"TPU"``, ``"CPU"``), or None."""
     return os.environ.get("PJRT_DEVICE", "").upper() or None
 
 
-def select_platform(name: str) -> None:
-    """Choose ``"TPU"`` or ``"CPU"`` for this process; only before the device is first used."""
-    os.environ["PJRT_DEVICE"] = name
+def is_open() -> bool:
+    """Whether this process has opened its XLA devices; their number is settled then."""
+    if "torch_xla" not in sys.modules:
+        return False
+    import torch_xla
+
+    return torch_xla._XLAC._xla_runtime_is_initialized()
+
+
+def select_platform(name: str, cores: int = 1, processes: int = 1) -> None:
+    """Choose platform and cores for this process; only before the devices are opened.
+
+    Args:
+        name: ``"TPU"`` or ``"CPU"``.
+        cores: XLA devices of this machine that will be used, see :func:`check_cores`.
+        processes: how many processes share them: 1 (SPMD), or one a chip.
+    """
     require_matching_versions()
+    os.environ["PJRT_DEVICE"] = name
+    if cores > 1 and processes == 1:
+        # Every SPMD compilation prints that XLA's developers will replace its partitioner.
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    if name == "CPU":
+        os.environ["CPU_NUM_DEVICES"] = str(cores // processes)
+        return
+    forget_stale_variables()
+    if 1 < cores < tpu_cores():
+        chips = cores // _cores_per_chip()
+        if processes == 1:  # all chosen chips in one process
+            os.environ["TPU_VISIBLE_CHIPS"] = ",".join(map(str, range(chips)))
+            os.environ["TPU_CHIPS_PER_PROCESS_BOUNDS"] = _BOUNDS[chips]
+            os.environ["TPU_PROCESS_BOUNDS"] = _BOUNDS[1]
+        else:  # torch_xla.launch starts as many processes as these bounds hold
+            os.environ["TPU_CHIPS_PER_PROCESS_BOUNDS"] = _BOUNDS[1]
+            os.environ["TPU_PROCESS_BOUNDS"] = _BOUNDS[chips]
+
+
+def possible_cores(platform: str) -> list[int]:
+    """How many cores of this machine one training can take.
+
+    Any number of virtual ones; of a TPU's chips 1, 2, 4 or 8, because what is used must be a
+    rectangle of the board.
+    """
+    if platform == "CPU":
+        return list(range(1, VIRTUAL_CORES + 1))
+    chips, each = tpu_chips(), _cores_per_chip()
+    return sorted({1, *(n * each for n in _BOUNDS if n <= chips), chips * each})
+
+
+def forget_stale_variables() -> list[str]:
+    """Remove what a larger slice left in Kaggle's environment; the names removed.
+
+    With it the TPU answers "Expected 4 worker addresses, got 1"
+    (https://github.com/huggingface/transformers/issues/28204).
+    """
+    if "KAGGLE_KERNEL_RUN_TYPE" not in os.environ:
+        return []  # on a pod slice they are meant
+    stale = [name for name in ("TPU_PROCESS_ADDRESSES", "CLOUD_TPU_TASK_ID") if name in os.environ]
+    for name in stale:
+        print(f"removed {name}={os.environ.pop(name)}, which breaks TPUs of one machine")
+    return stale
 
 
 def device() -> torch.device:
@@ -84,11 +160,29 @@ def device() -> torch.device:
 
 
 def describe() -> str:
-    """For people: the platform, and one core of how many: ``XLA on TPU, 1 of 8 cores``."""
+    """For people: the platform and how many of its cores compute: ``XLA on TPU, 1 of 8 cores``."""
     import torch_xla.runtime as xr
 
-    cores = xr.global_runtime_device_count()
-    return f"XLA on {xr.device_type()}, {'1 core' if cores == 1 else f'1 of {cores} cores'}"
+    # Replicas have a core each and know of the others; without them, only SPMD uses more than one.
+    there = xr.global_runtime_device_count()
+    used = there if xr.is_spmd() else xr.world_size()
+    cores = f"{used} of {there} cores" if used < there else f"{used} core{'s' * (used > 1)}"
+    hosts = f" on {xr.process_count()} hosts" if xr.is_spmd() and xr.process_count() > 1 else ""
+    return f"XLA on {xr.device_type()}, {cores}{hosts}"
+
+
+def rng_state() -> int:
+    """State of the device's random numbers."""
+    import torch_xla.core.xla_model as xm
+
+    return xm.get_rng_state()
+
+
+def set_rng_state(state: int) -> None:
+    """Continue, or start from a seed."""
+    import torch_xla.core.xla_model as xm
+
+    xm.set_rng_state(state)
 
 
 def enable_compile_cache(folder: str) -> None:
@@ -146,30 +240,39 @@ def counters() -> Counters:
 class DeviceFeed:
     """Batches on the device, uploaded in the background while the device computes.
 
-    A thin layer over torch_xla's ``MpDeviceLoader``, which ends an epoch early and silently when
-    the loader under it fails: here that failure is raised where the batches are used.
+    A thin layer over torch_xla's ``ParallelLoader`` (which ``MpDeviceLoader`` is too). That ends an
+    epoch early and silently when the loader under it fails: here the failure is raised where the
+    batches are used.
+
+    Args:
+        sharding: a ``ShardingSpec`` for every tensor of a batch (SPMD), or None.
     """
 
-    def __init__(self, loader: DataLoader, device: torch.device):
+    def __init__(self, loader: DataLoader, device: torch.device, sharding: Any = None):
         self._loader = loader
         self._device = device
+        self._sharding = sharding
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[list[torch.Tensor]]:
-        from torch_xla.distributed.parallel_loader import MpDeviceLoader
+        from torch_xla.distributed.parallel_loader import ParallelLoader
 
         failures: list[Exception] = []
         # The upload thread waits until device_prefetch_size batches are there: few, so that the
         # first step starts early.
-        feed = MpDeviceLoader(
+        feed = ParallelLoader(
             _Watched(self._loader, failures),
-            self._device,
+            [self._device],
             loader_prefetch_size=4,
             device_prefetch_size=2,
+            input_sharding=self._sharding,
         )
-        yield from feed
+        try:
+            yield from feed.per_device_loader(self._device)
+        finally:
+            feed.close()  # an epoch that is left early leaves no threads behind
         if failures:
             raise failures[0]
 

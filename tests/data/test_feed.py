@@ -1,5 +1,7 @@
 """Batches: fixed shapes, 8 bits, the same whatever the number of workers."""
 
+from itertools import chain
+
 import numpy as np
 import pytest
 import torch
@@ -8,8 +10,11 @@ from hypothesis import strategies as st
 
 from mshnet.data.augment import augment, resize
 from mshnet.data.feed import (
-    EpochSampler,
+    BLANK,
+    EpochBatches,
     EvaluationSet,
+    FilledBatches,
+    Part,
     TrainingSet,
     evaluation_loader,
     training_loader,
@@ -34,7 +39,7 @@ def epochs(store, workers=0, seed=0, count=2, batch_size=3):
     loader = training_loader(TrainingSet(store, 32, 32, seed), batch_size, workers)
     found = []
     for epoch in range(count):
-        loader.sampler.epoch = epoch
+        loader.batch_sampler.epoch = epoch
         found.append(list(loader))
     return found
 
@@ -89,7 +94,7 @@ def test_epochs_and_seeds_differ(train):
 def test_an_epoch_can_be_repeated_alone(train):
     """What a resumed run sees: epoch 1 without epoch 0 before it."""
     loader = training_loader(TrainingSet(train, 32, 32, 0), 3, 0)
-    loader.sampler.epoch = 1
+    loader.batch_sampler.epoch = 1
     assert_same([list(loader)], [epochs(train)[1]])
 
 
@@ -103,32 +108,67 @@ def test_a_sample_depends_on_seed_epoch_and_index_alone(train):
     assert not torch.equal(TrainingSet(train, 32, 32, seed=6)[3, 2][0], image)
 
 
+def indices(batches):
+    return [index for batch in batches for _, index in batch]
+
+
 @settings(max_examples=25, deadline=None)
 @given(length=st.integers(1, 200), seed=st.integers(0, 2**32), epoch=st.integers(0, 500))
 def test_every_index_comes_once_an_epoch(length, seed, epoch):
-    sampler = EpochSampler(length, seed)
-    sampler.epoch = epoch
-    order = list(sampler)
-    assert len(sampler) == len(order) == length
-    assert {e for e, _ in order} == {epoch}
-    assert sorted(i for _, i in order) == list(range(length))
-    assert order == list(sampler)
+    batches = EpochBatches(length, 1, seed, Part())
+    batches.epoch = epoch
+    order = list(batches)
+    assert len(batches) == len(order) == length
+    assert {e for batch in order for e, _ in batch} == {epoch}
+    assert sorted(indices(order)) == list(range(length))
+    assert order == list(batches)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    parts=st.sampled_from([1, 2, 3, 8, 32]),
+    each=st.integers(1, 5),
+    length=st.integers(1, 400),
+    epoch=st.integers(0, 5),
+    start=st.integers(0, 3),
+)
+def test_the_parts_of_all_hosts_are_the_batches_of_one(parts, each, length, epoch, start):
+    """Every sample that one host would train comes once, in the same global batch."""
+    batch_size = parts * each
+    start = min(start, length // batch_size)
+    lists = []
+    for part in [Part(), *(Part(i, parts) for i in range(parts))]:
+        batches = EpochBatches(length, batch_size, 7, part)
+        batches.epoch, batches.start = epoch, start
+        lists.append(list(batches))
+        assert len(batches) == len(lists[-1]) == length // batch_size - start
+    whole, *hosts = lists
+    assert [list(chain(*slices)) for slices in zip(*hosts, strict=True)] == whole
+    seen = indices(whole)
+    assert len(seen) == len(set(seen)) == len(whole) * batch_size
+
+
+def test_an_interrupted_epoch_goes_on_with_the_next_batch(train):
+    loader = training_loader(TrainingSet(train, 32, 32, 0), 3, 0)
+    loader.batch_sampler.epoch, loader.batch_sampler.start = 1, 1
+    assert len(loader) == 1
+    assert_same([list(loader)], [epochs(train)[1][1:]])
 
 
 def test_the_order_changes_with_epoch_and_seed():
     orders = set()
     for seed in (0, 1):
-        sampler = EpochSampler(30, seed)
-        for sampler.epoch in range(5):
-            orders.add(tuple(index for _, index in sampler))
+        batches = EpochBatches(30, 1, seed, Part())
+        for batches.epoch in range(5):
+            orders.add(tuple(indices(batches)))
     assert len(orders) == 10
 
 
 def test_what_is_dropped_changes_from_epoch_to_epoch():
-    sampler = EpochSampler(7, 0)
+    batches = EpochBatches(7, 6, 0, Part())
     dropped = set()
-    for sampler.epoch in range(40):
-        dropped.add(list(sampler)[-1][1])
+    for batches.epoch in range(40):
+        dropped |= set(range(7)) - set(indices(batches))
     assert dropped == set(range(7))
 
 
@@ -162,3 +202,14 @@ def test_a_batch_larger_than_the_set_is_filled_up(test):
     assert images.shape == (8, 1, 16, 16)
     assert images[:5].flatten(1).any(1).all()
     assert not images[5:].any()
+
+
+@settings(max_examples=50, deadline=None)
+@given(parts=st.sampled_from([1, 2, 8]), each=st.integers(1, 5), length=st.integers(1, 100))
+def test_parts_of_an_evaluation_hold_every_sample_once_and_blanks_for_the_rest(parts, each, length):
+    hosts = [list(FilledBatches(length, parts * each, Part(i, parts))) for i in range(parts)]
+    assert {len(batches) for batches in hosts} == {-(-length // (parts * each))}
+    assert all(len(batch) == each for batches in hosts for batch in batches)
+    together = [i for slices in zip(*hosts, strict=True) for part in slices for i in part]
+    assert together[:length] == list(range(length))
+    assert set(together[length:]) <= {BLANK}

@@ -1,6 +1,7 @@
 """The runtime's counters, its feed, and the gate before it."""
 
 import importlib.metadata
+import threading
 
 import pytest
 import torch
@@ -50,6 +51,15 @@ def test_a_failing_loader_fails_the_epoch_instead_of_ending_it(xla):
     feed = runtime.DeviceFeed(DataLoader(Numbers(broken_at=4), batch_size=2), xla.device)
     with pytest.raises(RequestError, match="image 4 is damaged"):
         list(feed)
+
+
+def test_an_epoch_that_is_left_early_leaves_no_threads(xla):
+    before = threading.active_count()
+    batches = iter(runtime.DeviceFeed(DataLoader(Numbers(), batch_size=1), xla.device))
+    next(batches)
+    assert threading.active_count() > before, "the upload goes on beside the step"
+    batches.close()
+    assert threading.active_count() == before
 
 
 def test_versions_that_do_not_belong_together_are_refused(monkeypatch):

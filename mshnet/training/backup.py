@@ -1,0 +1,299 @@
+"""A second copy of a run, usually on Drive, made in the background while training goes on.
+
+Training writes to the local disk alone. Whatever happens to the copy (Drive is slow, full,
+read-only, unmounted, its folder deleted) is said in a line, and tried again.
+"""
+
+import contextlib
+import hashlib
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from .checkpoint import CHECKPOINT, PREVIOUS, WEIGHTS, is_whole
+
+DRIVE = Path("/content/drive")  # where Colab mounts it
+REMOTE = re.compile(r"fuse|nfs|cifs|smb")  # how the types of network file systems begin
+BLOCK = 1 << 20
+SOON = 5.0  # seconds that close() waits before it says that it waits
+
+
+class Backup:
+    """Copies a run's folder to another one again and again; never touches the local files.
+
+    A copy is written under a temporary name, read back and compared, and only then renamed. So
+    the target always holds whole files: the best weights, a checkpoint, the checkpoint before.
+
+    Args:
+        folder: the run's folder, on the local disk.
+        target: where the copy goes; made if needed. That it cannot be written is said, no more.
+        say: takes a line for people; called from another thread.
+        retry: seconds between attempts while something is wrong.
+    """
+
+    def __init__(
+        self, folder: Path, target: Path, say: Callable[[str], None] = print, retry: float = 30.0
+    ):
+        self.folder, self.target = Path(folder), Path(target)
+        self._say = say
+        self._retry = retry
+        self._verified: dict[str, tuple] = {}  # name → state of the local file that has arrived
+        self._trouble: str | None = None
+        self._wake = threading.Condition()
+        self._asked = True  # the first pass shows at once whether the target works
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="backup", daemon=True)
+        self._thread.start()
+
+    def request(self) -> None:
+        """Something changed. Returns at once; requests during a copy make one more copy."""
+        with self._wake:
+            self._asked = True
+            self._wake.notify()
+
+    def close(self, patience: float = 120.0) -> list[str]:
+        """Make the last copy, and say how it went.
+
+        Args:
+            patience: seconds to wait at most. A copy that still hangs then is left to itself; it
+                does not keep the process alive.
+
+        Returns:
+            Names of the files that did not arrive.
+        """
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join(min(SOON, patience))
+        if self._thread.is_alive() and patience > SOON:
+            self._say(f"backup to {self.target}: copying, for {patience - SOON:.0f} s more at most")
+            self._thread.join(patience - SOON)
+        late = self._thread.is_alive()
+        # Asked of the local disk and of memory alone: the target may hang.
+        states = {name: _state((self.folder / name).stat()) for name in self._names()}
+        missing = sorted(name for name in states if self._verified.get(name) != states[name])
+        if missing:
+            reason = (
+                f"not done after {patience:.0f} s" if late else self._trouble or "changed since"
+            )
+            self._say(
+                f"backup: not in {self.target}: {', '.join(missing)} ({reason}); "
+                f"they are in {self.folder}"
+            )
+        else:
+            self._say(f"backup: complete in {self.target}")
+        return missing
+
+    def _run(self) -> None:
+        # Here rather than in the constructor: a mount that hangs may hang this thread only.
+        self._point = _mount(self.target)[0]
+        with contextlib.suppress(OSError):
+            self._require_target()
+            for part in self.target.glob(".*.part"):  # left by a process that was killed
+                part.unlink()
+        closing = False
+        while not closing:
+            with self._wake:
+                timeout = self._retry if self._trouble else None
+                self._wake.wait_for(lambda: self._asked or self._closing, timeout)
+                self._asked, closing = False, self._closing
+            self._pass()
+
+    def _pass(self) -> None:
+        """Copy what is new; say what is new about the trouble."""
+        try:
+            self._copy()
+            trouble = None
+        except OSError as error:
+            trouble = error.strerror or str(error)
+        if trouble != self._trouble and not self._closing:  # close() has the last word
+            self._say(
+                f"backup to {self.target}: {trouble}; training goes on, the run is whole in "
+                f"{self.folder}; trying again"
+                if trouble
+                else f"backup to {self.target}: works again"
+            )
+        self._trouble = trouble
+
+    def _copy(self) -> None:
+        """Bring every file that can be brought.
+
+        Raises:
+            OSError: the first that stood in the way.
+        """
+        errors: dict[str, OSError] = {}
+        for name, source in self._sources():
+            state = _state(os.fstat(source.fileno()))  # first: the log grows while it is read
+            try:
+                self._require_target()
+                if not self._has(name, source, state):
+                    if name == CHECKPOINT and WEIGHTS in errors:
+                        raise errors[WEIGHTS]  # no checkpoint speaks of a best that is not there
+                    _place(
+                        source,
+                        self.target / name,
+                        aside=self.target / PREVIOUS if name == CHECKPOINT else None,
+                    )
+                self._verified[name] = state
+            except OSError as error:
+                self._verified.pop(name, None)
+                errors[name] = error
+        for error in errors.values():
+            raise error
+
+    def _names(self) -> list[str]:
+        # The target's checkpoint before the newest comes about by renaming.
+        return [name for name in _files(self.folder) if name != PREVIOUS]
+
+    def _sources(self) -> Iterator[tuple[str, BinaryIO]]:
+        """The run's files, opened once: a file replaced while it is read stays what it was.
+
+        The checkpoint comes last but is opened first, so the best that it speaks of, or a later
+        one, comes before it however often both are replaced meanwhile.
+        """
+        with contextlib.ExitStack() as stack:
+            # A file that is missing is being replaced right now; a request will follow.
+            newest = None
+            with contextlib.suppress(FileNotFoundError):
+                newest = stack.enter_context(open(self.folder / CHECKPOINT, "rb"))
+            for name in self._names():
+                if name != CHECKPOINT:
+                    with (
+                        contextlib.suppress(FileNotFoundError),
+                        open(self.folder / name, "rb") as source,
+                    ):
+                        yield name, source
+            if newest:
+                yield CHECKPOINT, newest
+
+    def _require_target(self) -> None:
+        """Make the target if it is gone, but only where it was.
+
+        Raises:
+            OSError: unmounted. The mount point is an ordinary folder then, on the local disk.
+        """
+        if _mount(self._point)[0] != self._point:
+            raise OSError(f"{self._point} is not mounted any more")
+        self.target.mkdir(parents=True, exist_ok=True)
+        if self.target.samefile(self.folder):
+            raise OSError("it is the run's own folder")
+
+    def _has(self, name: str, source: BinaryIO, state: tuple) -> bool:
+        """Whether the target has this file as it is now."""
+        path = self.target / name
+        if not path.is_file() or path.stat().st_size != os.fstat(source.fileno()).st_size:
+            return False
+        if name in self._verified:
+            return self._verified[name] == state
+        # From an earlier process, perhaps.
+        same = _sha256(path) == hashlib.file_digest(source, "sha256").digest()
+        source.seek(0)
+        return same
+
+
+def restore(target: Path, folder: Path) -> list[str]:
+    """Copy a backup into the folder of a run, on a new machine; nothing there is overwritten.
+
+    Returns:
+        Names of the files copied.
+
+    Raises:
+        OSError: the backup cannot be read, or the folder not written. What has been copied by
+            then is whole, the newest checkpoint comes last, and another call goes on from there.
+    """
+    target, folder = Path(target), Path(folder)
+    names = [name for name in _files(target) if not (folder / name).exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        with open(target / name, "rb") as source:
+            _place(source, folder / name)
+    return names
+
+
+def is_remote(path: Path, mounts: str | None = None) -> bool:
+    """Whether a path lies on a network file system, as Drive does on Colab.
+
+    Args:
+        path: need not exist.
+        mounts: text in the form of ``/proc/self/mounts``; None reads that file.
+    """
+    point, kind = _mount(path, mounts)
+    return point != Path("/") and REMOTE.match(kind) is not None
+
+
+def _mount(path: Path, mounts: str | None = None) -> tuple[Path, str]:
+    """The mount point that a path lies on, and the type of its file system.
+
+    The kernel's table tells without touching the mount, which may hang or be broken.
+    """
+    path = Path(path).resolve()
+    if mounts is None:
+        try:
+            mounts = Path("/proc/self/mounts").read_text(errors="surrogateescape")
+        except OSError:  # not Linux
+            if path.is_relative_to(DRIVE):
+                return DRIVE, "fuse.drive"
+            return next(p for p in (path, *path.parents) if os.path.ismount(p)), ""
+    found, kind = Path("/"), ""
+    for escaped, its_kind in re.findall(r"^\S+ (\S+) (\S+)", mounts, re.MULTILINE):
+        # A space is written \040. Of two mounts on one point, the later hides the earlier.
+        point = Path(re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), escaped))
+        if path.is_relative_to(point) and point.is_relative_to(found):
+            found, kind = point, its_kind
+    return found, kind
+
+
+def _files(folder: Path) -> list[str]:
+    """Names of a run's files in the order to copy them: small ones, the best, checkpoints."""
+    large = (WEIGHTS, PREVIOUS, CHECKPOINT)
+    # Hidden files are temporary ones.
+    names = [p.name for p in folder.iterdir() if p.is_file() and not p.name.startswith(".")]
+    return sorted(names, key=lambda name: (large.index(name) if name in large else -1, name))
+
+
+def _state(status: os.stat_result) -> tuple:
+    """What is another once a file was replaced or extended."""
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _sha256(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
+
+
+def _place(source: BinaryIO, path: Path, aside: Path | None = None) -> None:
+    """Write a copy of an open file, whole or not at all.
+
+    Args:
+        source: read from where it stands.
+        path: the copy.
+        aside: the name that the copy's predecessor gets, rather than being replaced, if it is a
+            whole checkpoint; a damaged one must not take the place of the last that is whole.
+
+    Raises:
+        OSError: not written, or what was written reads differently.
+    """
+    part = path.with_name(f".{path.name}.part")
+    try:
+        digest, size = hashlib.sha256(), 0
+        with open(part, "wb") as copy:
+            while block := source.read(BLOCK):
+                copy.write(block)
+                digest.update(block)
+                size += len(block)
+            copy.flush()
+            os.fsync(copy.fileno())
+        if size < os.fstat(source.fileno()).st_size:
+            raise OSError(f"{path.name} could be read in part only")
+        if part.stat().st_size != size or _sha256(part) != digest.digest():
+            raise OSError(f"the copy of {path.name} reads differently from what was written")
+        if aside and is_whole(path):
+            os.replace(path, aside)
+        os.replace(part, path)
+    except BaseException:
+        with contextlib.suppress(OSError):  # half a file is of no use, and takes space
+            part.unlink()
+        raise

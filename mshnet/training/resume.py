@@ -1,0 +1,169 @@
+"""Which settings a run has, and which checkpoint it continues from."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ..errors import RequestError
+from . import checkpoint
+from .backup import is_remote, restore
+from .config import Config
+
+AUTO = "auto"  # --resume auto: continue if there is something to continue
+
+# What a run may do differently after an interruption and still be the same run.
+_MAY_CHANGE = (
+    "dataset_dir",
+    "stage",
+    "epochs",
+    "lr",
+    "device",
+    "num_cores",
+    "strategy",
+    "cache",
+    "workers",
+    "compile_cache",
+    "backup",
+    "save_minutes",
+    "max_minutes",
+)
+# What belongs to the machine or to one session, and is not taken from the checkpoint.
+_OF_A_SESSION = ("workers", "weight_path", "max_minutes")
+
+
+def settings(
+    given: dict, resume: str | None, say: Callable[[str], None]
+) -> tuple[Config, Path | None, dict | None]:
+    """The settings of a run, and the checkpoint that it continues.
+
+    Args:
+        given: settings by name.
+        resume: None, ``"auto"``, or a run's folder, its backup's, or a checkpoint file.
+        say: takes messages for people.
+
+    Returns:
+        The settings (``save_dir`` is a local folder), the checkpoint's path in that folder and its
+        content; None and None for a new run.
+
+    Raises:
+        RequestError: there is nothing to resume, or it cannot be resumed like this.
+    """
+    given = _with_local_folder(given, say)
+    if resume is None:
+        return Config(**given), None, None
+    if resume == AUTO:
+        folders = [Path(given[name]) for name in ("save_dir", "backup") if given.get(name)]
+        if not folders:
+            raise RequestError(
+                "--resume auto looks for a checkpoint in --save-dir and --backup; name a folder "
+                "that stays the same from session to session"
+            )
+    elif is_remote(Path(resume)) and Path(resume).is_dir():
+        given = _with_local_folder({"save_dir": resume} | given, say) | {"backup": resume}
+        folders = [Path(given["save_dir"]), Path(resume)]
+    else:
+        path = Path(resume)
+        if not path.exists():
+            raise RequestError(f"--resume {resume}: there is no {path}; name the folder of a run")
+        folders = [path if path.is_dir() else path.parent]
+    if resume != AUTO and Path(resume).is_file():
+        found, state, damaged = Path(resume), checkpoint.load(resume), []
+    else:
+        found, state, damaged = checkpoint.newest(folders)
+        recorded = given.get("backup") or _recorded(state).get("backup")
+        if recorded and Path(recorded) not in folders:
+            folders.append(Path(recorded))
+            found, state, damaged = checkpoint.newest(folders)
+    for path in damaged:
+        say(f"{path} is damaged or incomplete, and is passed over")
+    if found is None:
+        return _nothing_found(given, resume, folders, damaged, say)
+    _require_training_state(resume, found, state)
+    local = Path(given.get("save_dir") or folders[0])
+    if resume != AUTO and found.parent == folders[0]:
+        local = folders[0]
+    if found.parent != local:
+        try:
+            restore(found.parent, local)
+        except OSError as error:
+            raise RequestError(
+                f"--resume {resume}: {found.parent} cannot be copied to {local} ({error}); "
+                "free some space, or choose another --save-dir"
+            ) from error
+    if state["best"] is not None and not (local / checkpoint.WEIGHTS).exists():
+        raise RequestError(
+            f"--resume {resume}: the run's best weights, {checkpoint.WEIGHTS}, are not beside "
+            f"{found}; copy them there"
+        )
+    return _merged(given, resume, found, state, local), found, state
+
+
+def _with_local_folder(given: dict, say: Callable[[str], None]) -> dict:
+    """A ``--save-dir`` on a network drive becomes the backup of a local folder."""
+    save_dir = given.get("save_dir")
+    if not save_dir or not is_remote(Path(save_dir)):
+        return given
+    if given.get("backup"):
+        raise RequestError(
+            f"--save-dir {save_dir} is on a network drive, so it is the backup of a local folder "
+            "already; leave --backup out, or name a local --save-dir"
+        )
+    local = Path("weight") / Path(save_dir).name
+    say(f"{save_dir} is on a network drive: the run lives in {local} and is copied there")
+    return given | {"save_dir": str(local), "backup": str(save_dir)}
+
+
+def _nothing_found(
+    given: dict, resume: str, folders: list[Path], damaged: list[Path], say: Callable[[str], None]
+) -> tuple[Config, None, None]:
+    where = " and ".join(map(str, folders))
+    if damaged:
+        raise RequestError(
+            f"--resume {resume}: no checkpoint in {where} is whole; start a new run in another "
+            "folder (weight.pkl, if it is there, can be its --weight-path)"
+        )
+    if resume != AUTO:
+        raise RequestError(
+            f"--resume {resume}: there is no {folders[0] / checkpoint.CHECKPOINT}; "
+            "name the folder of a run"
+        )
+    say(f"--resume auto: no checkpoint in {where} yet, a new run begins")
+    return Config(**given), None, None
+
+
+def _recorded(state: dict) -> dict:
+    recorded = state.get("config")
+    return recorded if isinstance(recorded, dict) else {}
+
+
+def _require_training_state(resume: str, path: Path, state: dict) -> None:
+    if not {"net", "optimizer", "epoch", "best", "config"} <= state.keys():
+        raise RequestError(
+            f"--resume {resume}: {path} holds weights but no training state; start from them with "
+            f"--weight-path {path}"
+        )
+
+
+def _merged(given: dict, resume: str, path: Path, state: dict, local: Path) -> Config:
+    """The checkpoint's settings, with what may differ taken from the request."""
+    try:
+        saved = {k: v for k, v in state["config"].items() if k not in _OF_A_SESSION}
+        own = Config.from_dict(saved | {"save_dir": str(local)}).as_dict()
+        config = Config.from_dict(saved | given | {"save_dir": str(local)})
+        done = int(state["epoch"]) + 1
+    except (AttributeError, TypeError, ValueError) as error:
+        if isinstance(error, RequestError):
+            raise
+        raise RequestError(f"--resume {resume}: {path} is damaged ({error})") from error
+    wanted = config.as_dict()
+    for name, value in given.items():
+        same = wanted[name] == own[name]
+        if name == "save_dir":
+            same = Path(value).resolve() == local.resolve()
+        if not same and name not in _MAY_CHANGE:
+            raise RequestError(
+                f"--{name.replace('_', '-')} {value}: a resumed run keeps its own ({own[name]}); "
+                "leave the flag out, or start a new run"
+            )
+    if config.epochs < done:
+        raise RequestError(f"--epochs {config.epochs}: the run has trained {done} already")
+    return config

@@ -1,0 +1,102 @@
+"""One program on eight virtual cores: the numbers and the graphs of one core.
+
+How many devices a process has is settled when it opens them, so each case is a process.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from mshnet.xla import runtime
+
+if not runtime.installed():
+    pytest.skip("torch_xla is not installed on this system", allow_module_level=True)
+
+STEPS = """
+import json, sys
+import torch
+from mshnet import MSHNet, SLSIoULoss
+from mshnet.training import backend as backends
+from mshnet.training.step import Normalize, evaluation_step, train_step
+
+cores = int(sys.argv[1])
+backend = backends.choose("tpu", cores)
+torch.manual_seed(0)
+model = MSHNet(widths=(2, 2, 2, 2, 2), depths=(1, 1, 1, 1, 1))
+normalize = Normalize()
+optimizer = backend.place(model, lambda m: torch.optim.Adagrad(m.parameters(), lr=0.01), None)
+backend.move(normalize)
+
+
+class Batches(torch.utils.data.Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, i):
+        rng = torch.Generator().manual_seed(i)
+        image = torch.randint(0, 255, (1, 16, 16), generator=rng, dtype=torch.uint8)
+        return image, (image > 200).to(torch.uint8)
+
+
+loader = torch.utils.data.DataLoader(Batches(), 8)
+losses, compiled = [], []
+total = backend.put(torch.zeros(1))
+for images, masks in backend.feed(loader):
+    before = backend.counters()
+    loss = train_step(
+        model, normalize, SLSIoULoss(), optimizer, backend, images, masks, 0, 1
+    )
+    total = total + loss
+    backend.end_step()
+    compiled.append((backend.counters() - before).compilations)
+    losses.append(loss.item())
+phase = backend.put(torch.tensor([True]))
+for images, masks in backend.feed(loader):
+    logits = backend.readable(evaluation_step(model, normalize, backend, images, phase))
+    copy = backend.readable(masks)
+    backend.end_step()
+    before = backend.counters()
+    read, expected = logits.cpu(), copy.cpu()
+    compiled_by_reading = (backend.counters() - before).compilations
+    break
+import torch_xla
+sharding = str(torch_xla._XLAC._get_xla_sharding_spec(images))
+print(json.dumps({
+    "losses": losses, "compiled": compiled, "total": total.item(),
+    "by_reading": compiled_by_reading, "shape": list(read.shape),
+    "masks_equal": bool((expected[3] == Batches()[3][1]).all()),
+    "fallbacks": backend.counters().fallbacks,
+    "sharding": sharding, "label": backend.label,
+    "agreed": backend.agree(7),
+}))
+"""
+
+
+def steps(cores):
+    environment = os.environ | {"PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", STEPS, str(cores)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_eight_cores_are_one_core_in_numbers_and_graphs():
+    one, eight = steps(1), steps(8)
+    assert eight["label"] == "XLA on CPU, 8 cores"
+    assert "devices=[8,1,1,1]" in eight["sharding"], "the batch axis over the cores"
+    assert eight["losses"] == pytest.approx(one["losses"], rel=1e-5)
+    assert eight["total"] == pytest.approx(one["total"], rel=1e-5)
+    assert eight["compiled"] == one["compiled"] == [1, 0, 0, 0, 0]
+    assert eight["by_reading"] == 0, "results are whole on every core before they are read"
+    assert eight["shape"] == [8, 1, 16, 16]
+    assert eight["masks_equal"]
+    assert eight["fallbacks"] == 0
+    assert eight["agreed"] == 7

@@ -277,12 +277,15 @@ def _say(args: argparse.Namespace) -> Callable[[str], None]:
     return _beside if args.json else _on_stdout
 
 
+# Text and line end in one write: the backup's thread and other replicas speak, too.
+
+
 def _on_stdout(text: str) -> None:
-    print(text, flush=True)
+    print(f"{text}\n", end="", flush=True)
 
 
 def _beside(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(f"{text}\n", end="", file=sys.stderr, flush=True)
 
 
 def _train(args: argparse.Namespace) -> int:

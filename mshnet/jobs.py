@@ -150,9 +150,14 @@ def _train(
             )
         else:
             _show(run, trainer, stores[1], best, say)
-    finally:
+    except (KeyboardInterrupt, SystemExit):
+        raise  # a second signal ends at once, also where Drive hangs
+    except BaseException:
         if backup:
             backup.close()
+        raise
+    if backup:
+        backup.close()
     return {**(best or {}), "run": str(run.folder), "stopped": trainer.stopped}
 
 

@@ -265,7 +265,7 @@ assert compiled[0] > 0 and compiled[1:] == [0, 0, 0], compiled
 # | `xmp.spawn(fn, nprocs=8)` | `torch_xla.launch(fn)`; `TPU_NUM_DEVICES` limits the cores |
 # | spawning after using the device | a process of its own, or SPMD (lesson 05) |
 # | `pl.ParallelLoader(loader, [device])` | `MpDeviceLoader(loader, device)` |
-# | `if xm.is_master_ordinal(): xm.save(…)` | `xm.save(…)` on all: it waits for all, or hangs |
+# | `if xm.is_master_ordinal(): xm.save(…)` | `xm.save(…)` on all: it ends the step, and one alone can wait for ever |
 # | "no mixed precision on TPU" | `torch.autocast("xla", dtype=torch.bfloat16)` |
 #
 # Do not take our word for it. The next cell makes the calls:

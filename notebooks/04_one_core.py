@@ -229,7 +229,7 @@ EPOCHS = 3 if SMALL else 20
 
 def train_epoch(epoch):
     model.train()
-    loader.sampler.epoch = epoch  # another order, another augmentation
+    loader.batch_sampler.epoch = epoch  # another order, another augmentation
     total = torch.zeros(1).to(device)
     for images, masks in tqdm(feed, desc=f"epoch {epoch}", leave=False):
         total = step(images, masks, epoch, total)
@@ -261,8 +261,14 @@ from mshnet.training.evaluation import evaluate
 
 backend = backends.choose("tpu")  # "tpu" is XLA; PJRT_DEVICE says on what
 test_loader = evaluation_loader(EvaluationSet(test, SIZE), BATCH, workers=0)
-logits = []
-metrics = evaluate(model, normalize, backend, test_loader, full=True, look=logits.extend)
+logits = []  # of each image, for the picture below
+
+
+def keep(first, rows):
+    logits.extend(rows)
+
+
+metrics = evaluate(model, normalize, backend, test_loader, full=True, look=keep)
 result = metrics.compute()
 print({name: round(result[name], 4) for name in ("iou", "niou", "pd", "fa")})
 
@@ -287,8 +293,8 @@ plots.examples(
 # |---|---|
 # | `torch.save(model.state_dict(), path)` | the same, after moving the tensors to the host |
 #
-# A file that holds XLA tensors opens only where torch_xla is installed. Tensors on the host open
-# everywhere. (`xm.save` does the move for you; with several replicas all of them have to call it.)
+# A file that holds XLA tensors does not open as it is where torch_xla is missing. Tensors on the
+# host open everywhere. (`xm.save` does the move for you; lesson 06 says what else it does.)
 
 # %%
 weights = {name: tensor.cpu() for name, tensor in model.state_dict().items()}

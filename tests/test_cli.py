@@ -159,6 +159,8 @@ BAD_TRAINING = [
     (sound, "--save-minutes 0", "--save-minutes 0.0: must be a positive number of minutes"),
     (sound, "--max-minutes -5", "--max-minutes -5.0: must be a positive number of minutes"),
     (sound, "--resume auto", "looks for a checkpoint in --save-dir and --backup; name a folder"),
+    (sound, "--save-dir /content/drive/MyDrive/run", "Drive is not mounted; run"),
+    (sound, "--backup /content/drive/MyDrive/run", "Drive is not mounted; run"),
     (damaged_run, "--save-dir run --resume auto", "no checkpoint in run is whole; start a new"),
     (sound, "--stage --dataset-dir gone.zip", "gone.zip does not exist"),
     (foreign_archive, "--stage --dataset-dir set.zip", "set.zip"),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ..errors import RequestError
 from . import checkpoint
-from .backup import is_remote, restore
+from .backup import DRIVE, is_remote, restore
 from .config import Config
 
 AUTO = "auto"  # --resume auto: continue if there is something to continue
@@ -47,6 +47,7 @@ def settings(
     Raises:
         RequestError: there is nothing to resume, or it cannot be resumed like this.
     """
+    _require_mounted("--resume", resume)
     given = _with_local_folder(given, say)
     if resume is None:
         return Config(**given), None, None
@@ -69,9 +70,9 @@ def settings(
         found, state, damaged = Path(resume), checkpoint.load(resume), []
     else:
         found, state, damaged = checkpoint.newest(folders)
-        recorded = given.get("backup") or _recorded(state).get("backup")
-        if recorded and Path(recorded) not in folders:
-            folders.append(Path(recorded))
+        given = {"backup": _recorded(state).get("backup")} | given
+        if given["backup"] and Path(given["backup"]) not in folders:
+            folders.append(Path(given["backup"]))
             found, state, damaged = checkpoint.newest(folders)
     for path in damaged:
         say(f"{path} is damaged or incomplete, and is passed over")
@@ -99,6 +100,8 @@ def settings(
 
 def _with_local_folder(given: dict, say: Callable[[str], None]) -> dict:
     """A ``--save-dir`` on a network drive becomes the backup of a local folder."""
+    for name in ("save_dir", "backup"):
+        _require_mounted(f"--{name.replace('_', '-')}", given.get(name))
     save_dir = given.get("save_dir")
     if not save_dir or not is_remote(Path(save_dir)):
         return given
@@ -110,6 +113,19 @@ def _with_local_folder(given: dict, say: Callable[[str], None]) -> dict:
     local = Path("weight") / Path(save_dir).name
     say(f"{save_dir} is on a network drive: the run lives in {local} and is copied there")
     return given | {"save_dir": str(local), "backup": str(save_dir)}
+
+
+def _require_mounted(flag: str, path: str | None) -> None:
+    """Without Drive its mount point is a folder of the local disk, and goes with the session.
+
+    Raises:
+        RequestError: the path is Drive's, and Drive is not there.
+    """
+    if path and Path(path).resolve().is_relative_to(DRIVE) and not is_remote(Path(path)):
+        raise RequestError(
+            f"{flag} {path}: Drive is not mounted; run "
+            "`from google.colab import drive; drive.mount('/content/drive')` first"
+        )
 
 
 def _nothing_found(

@@ -168,8 +168,11 @@ def _nothing() -> None:
 def _show(run: _Run, trainer: Trainer, store: SampleStore, best: dict, say: Say) -> None:
     """Numbers and pictures of the best weights."""
     config, weights = run.config, run.folder / checkpoint.WEIGHTS
-    model, full = _model(config, weights)  # a new one: loaded in place it would be another graph
+    # A new one: loaded in place it would be another graph.
+    model = MSHNet(widths=config.widths, depths=config.depths)
+    checkpoint.fill(model, trainer.best_weights, weights)
     trainer.backend.move(model)
+    full = best["phase"] == "full"
     metrics, shown = _evaluate(config, model, trainer.backend, store, full)
     if trainer.backend.writer:
         _draw_examples(store, shown, config.base_size, run.folder / "examples.png")

@@ -43,6 +43,8 @@ class Trainer:
         saved: called after files of the folder have changed.
 
     Attributes:
+        best: the best epoch's record, or None before the first.
+        best_weights: its weights, on the host; in memory because only the writer has the file.
         stopped: why training ended before the last epoch, or None.
 
     Raises:
@@ -67,7 +69,8 @@ class Trainer:
         self.saved = saved
         self.stopped: str | None = None
         self.epoch, self.step = checkpoint.position(resume or {})
-        self.best: dict | None = None  # the best epoch's record
+        self.best: dict | None = None
+        self.best_weights: dict[str, Tensor] = {}
         self.records: list[dict] = []
         self._total = torch.zeros(1)  # of the losses of this epoch's steps
         self._seconds = 0.0  # spent on this epoch by sessions before this one
@@ -78,6 +81,9 @@ class Trainer:
         if resume:
             checkpoint.fill(self.model, resume["net"], run_folder / checkpoint.CHECKPOINT)
             self.best = resume["best"]
+            if self.best:
+                path = run_folder / checkpoint.WEIGHTS
+                self.best_weights = checkpoint.weights_of(checkpoint.load(path), path)
             self.records = folder.read_log(run_folder, before=self.epoch)
             self._total = resume.get("loss_sum", self._total)
             self._seconds = resume.get("seconds", 0.0)
@@ -243,6 +249,7 @@ class Trainer:
         about = {"full": record["phase"] == "full", "epoch": self.epoch, "iou": record["iou"]}
         if self.best is None or not self.best["iou"] >= record["iou"]:  # NaN: never kept
             self.best = record
+            self.best_weights = {name: value.clone() for name, value in host.items()}
             if self.backend.writer:
                 # Weights first: a checkpoint never speaks of a best that is not on disk.
                 content = {"state_dict": host, **about, "config": self.config.as_dict()}

@@ -20,7 +20,7 @@ from .errors import RequestError
 from .metrics import DEFINITIONS, DetectionMetrics
 from .model import MSHNet
 from .predict import Detection, find_images, predict
-from .progress import progress
+from .progress import hide_progress, progress
 from .training import backend as backends
 from .training import checkpoint, folder
 from .training.backup import Backup
@@ -66,7 +66,7 @@ def train(given: dict, resume: str | None = None, say: Say = print) -> dict:
     with signals(say) as stop_requested:
         config, checkpoint_path, state = settings(given, resume, say)
         # Cheap checks first: nobody waits for a device to learn of a typing error.
-        place = backends.locate(config.device, config.num_cores)
+        place = backends.locate(config.device, config.num_cores, config.strategy)
         _require_shares(config, config.num_cores)
         data_folder = _data_folder(config, ("train", "test"), say)
         if config.weight_path:
@@ -84,7 +84,12 @@ def train(given: dict, resume: str | None = None, say: Say = print) -> dict:
                 _open_splits(run, say)  # damaged files are found here, and decoded once for all
                 platform = place.removeprefix("xla:")
                 work = (run, started, say)
-                return launch.launch(_replica, work, config.num_cores, platform, stop_requested)
+                try:
+                    return launch.launch(_replica, work, config.num_cores, platform, stop_requested)
+                except launch.ReplicaFailed:
+                    if config.backup:  # the writer was ended in the middle of a copy, perhaps
+                        Backup(run.folder, Path(config.backup), say).close()
+                    raise
             stores = _open_splits(run, say)
             session = Session(config.save_minutes, config.max_minutes, stop_requested, started)
             return _train(run, stores, _backend(config, say), state, session, say)
@@ -95,8 +100,9 @@ def train(given: dict, resume: str | None = None, say: Say = print) -> dict:
 
 def _replica(replicas: launch.Replicas, run: _Run, started: float, say: Say) -> dict:
     """One replica's share of :func:`train`."""
-    if replicas.ordinal > 0:
+    if replicas.ordinal > 0:  # one speaks for all
         say = _silent
+        hide_progress()
     config = run.config
     state = checkpoint.load(run.resume) if run.resume else None
     session = Session(config.save_minutes, config.max_minutes, replicas.stop_requested, started)

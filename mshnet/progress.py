@@ -9,8 +9,19 @@ from tqdm import tqdm
 T = TypeVar("T")
 
 
+_hidden = False
+
+
+def hide_progress() -> None:
+    """No bars in this process any more: another one shows them."""
+    global _hidden
+    _hidden = True
+
+
 def someone_watches() -> bool:
     """Whether the output goes to a terminal or a notebook rather than into a file."""
+    if _hidden:
+        return False
     return sys.stderr.isatty() or "ipykernel" in sys.modules
 
 

@@ -521,8 +521,9 @@ assert "host: replicas 0 1 2 3 have the program of [0, 0, 0, 0], 1 compiled" in 
 # %% [markdown]
 # **What just happened.** Made on the device, the number is written into the programs of replicas 0
 # and 1, and only from 2 on it is an input. That makes three programs, and the collectives of
-# different programs do not find each other: the replicas wait for ever, without a word. Made on the
-# host and moved, it is data, and the program is one.
+# different programs need not find each other: the replicas then wait for ever, without a word.
+# (Seen with replicas as threads on a CPU; what a TPU does was not tried.) Made on the host and
+# moved, it is data, and the program is one.
 #
 # (Our virtual replicas would not even notice, because they meet on the host, between programs. This
 # is the mistake that you find on the real machine, unless you look at the graph as above.)

@@ -259,6 +259,25 @@ def test_cores_that_a_tpu_does_not_have(data, capsys, monkeypatch, chips, cores,
     assert expected in refused(capsys, "--num-cores", str(cores))
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (
+            "--num-cores 2",
+            "one of 8 of a slice, and all of its cores take part",
+        ),
+        ("--num-cores 1", "use --num-cores 4"),
+        ("--num-cores 4 --strategy launch", "it is for one machine, and this is one of 8"),
+    ],
+)
+def test_a_part_of_a_slice(data, capsys, monkeypatch, flags, expected):
+    """It would train on every machine for itself, and each would write."""
+    monkeypatch.setattr(runtime, "tpu_chips", lambda: 4)
+    monkeypatch.setattr(runtime, "is_open", lambda: False)
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", ",".join(f"worker-{i}" for i in range(8)))
+    assert expected in refused(capsys, *flags.split())
+
+
 def test_a_compile_cache_that_cannot_be_written(data, capsys, monkeypatch):
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     arguments = ["--dataset-dir", "data", *SMALL, "--use-tpu", "--compile-cache", "/proc/cache"]

@@ -4,6 +4,7 @@ Images stay uint8 until they are on the device (``training/step.py`` normalises 
 256×256 sample is 64 KiB instead of 768 KiB as float32 RGB.
 """
 
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -150,7 +151,17 @@ def evaluation_loader(
 
 
 def _worker_options(workers: int) -> dict:
-    return {"num_workers": workers, "persistent_workers": workers > 0}
+    return {
+        "num_workers": workers,
+        "persistent_workers": workers > 0,
+        "worker_init_fn": _leave_signals_to_the_trainer,
+    }
+
+
+def _leave_signals_to_the_trainer(worker: int) -> None:
+    """A worker inherits handlers that are not meant for it; Ctrl-C reaches it, too."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def channels_first(array: np.ndarray) -> Tensor:

@@ -129,6 +129,10 @@ class Backend:
     def set_replica_state(self, model: nn.Module, state: Tensor | None) -> None:
         """Give every replica its own again, or the mean where their number is another."""
 
+    def mean_statistics(self, model: nn.Module, state: Tensor | None) -> dict[str, Tensor]:
+        """The mean of :meth:`replica_state` by the names of a state_dict: one model for all."""
+        return {}
+
     def end_epoch(self, model: nn.Module) -> None:
         """Make all replicas the same model again."""
 
@@ -275,6 +279,11 @@ class ReplicaBackend(XlaBackend):
         for buffer, piece in zip(buffers, pieces, strict=True):
             buffer.copy_(piece.view(buffer.shape))
 
+    def mean_statistics(self, model: nn.Module, state: Tensor | None) -> dict[str, Tensor]:
+        named = [(name, b) for name, b in model.named_buffers() if b.device.type == "xla"]
+        pieces = state.mean(0).split([buffer.numel() for _, buffer in named])
+        return {n: p.view(b.shape) for (n, b), p in zip(named, pieces, strict=True)}
+
     def end_epoch(self, model: nn.Module) -> None:
         self.set_replica_state(model, self.replica_state(model).mean(0, keepdim=True))
 
@@ -292,13 +301,14 @@ def _statistics(model: nn.Module) -> list[Tensor]:
     return [buffer for buffer in model.buffers() if buffer.device.type == "xla"]
 
 
-def locate(device: str = "auto", num_cores: int = 1) -> str:
+def locate(device: str = "auto", num_cores: int = 1, strategy: str = "spmd") -> str:
     """Where a request will run; nothing is opened.
 
     Args:
         device: ``"auto"`` (TPU, then CUDA, then CPU), ``"tpu"``, ``"cuda"`` or ``"cpu"``. With
             ``PJRT_DEVICE=CPU`` set, ``"tpu"`` means XLA on the CPU.
         num_cores: cores of this machine to train on.
+        strategy: ``"spmd"`` or ``"launch"``.
 
     Returns:
         ``"xla:TPU"``, ``"xla:CPU"``, ``"cuda"`` or ``"cpu"``.
@@ -312,7 +322,10 @@ def locate(device: str = "auto", num_cores: int = 1) -> str:
         if device == "auto":
             device = "tpu" if chips else "cuda" if torch.cuda.is_available() else "cpu"
         if device == "tpu":
-            return f"xla:{_platform(chips, num_cores)}"
+            platform = _platform(chips, num_cores)
+            if platform == "TPU":
+                _require_whole_slice(num_cores, strategy)
+            return f"xla:{platform}"
     except runtime.XlaUnavailable as error:
         raise RequestError(str(error)) from error
     if num_cores > 1:
@@ -360,6 +373,28 @@ def _platform(chips: int, num_cores: int) -> str:
     return platform
 
 
+def _require_whole_slice(num_cores: int, strategy: str) -> None:
+    """On a slice of several machines, all cores of each take part, as one program.
+
+    Raises:
+        RequestError: a part of them would train alone, each machine for itself.
+    """
+    everything = runtime.possible_cores("TPU")[-1]
+    if num_cores == everything and strategy == "spmd":
+        return  # right for one machine and for many
+    hosts = runtime.tpu_hosts()
+    if hosts > 1 and strategy == "launch":
+        raise RequestError(
+            f"--strategy launch: it is for one machine, and this is one of {hosts} of a slice; "
+            "use --strategy spmd"
+        )
+    if hosts > 1:
+        raise RequestError(
+            f"--num-cores {num_cores}: this machine is one of {hosts} of a slice, and all of its "
+            f"cores take part; use --num-cores {everything}"
+        )
+
+
 def choose(
     device: str = "auto",
     num_cores: int = 1,
@@ -380,6 +415,8 @@ def choose(
         RequestError: the device is not there, or has fewer cores.
     """
     if replicas:
+        if compile_cache:  # torch_xla writes a program's file in place: each replica has its own
+            compile_cache = str(Path(compile_cache) / f"replica-{replicas.ordinal}")
         return ReplicaBackend(replicas, precision, compile_cache)
     place = locate(device, num_cores)
     if place.startswith("xla:"):

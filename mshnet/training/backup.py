@@ -194,8 +194,11 @@ class Backup:
         return same
 
 
-def restore(target: Path, folder: Path) -> list[str]:
-    """Copy a backup into the folder of a run, on a new machine; nothing there is overwritten.
+def restore(target: Path, folder: Path, overwrite: bool = False) -> list[str]:
+    """Copy a backup into the folder of a run, on a new machine.
+
+    Args:
+        overwrite: replace what is there, where the backup is known to be further in training.
 
     Returns:
         Names of the files copied.
@@ -205,7 +208,7 @@ def restore(target: Path, folder: Path) -> list[str]:
             then is whole, the newest checkpoint comes last, and another call goes on from there.
     """
     target, folder = Path(target), Path(folder)
-    names = [name for name in _files(target) if not (folder / name).exists()]
+    names = [name for name in _files(target) if overwrite or not (folder / name).exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         with open(target / name, "rb") as source:

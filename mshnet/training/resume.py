@@ -1,5 +1,6 @@
 """Which settings a run has, and which checkpoint it continues from."""
 
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -74,6 +75,8 @@ def settings(
         if given["backup"] and Path(given["backup"]) not in folders:
             folders.append(Path(given["backup"]))
             found, state, damaged = checkpoint.newest(folders)
+    if len(folders) == 2:
+        _require_one_run(*folders)
     for path in damaged:
         say(f"{path} is damaged or incomplete, and is passed over")
     if found is None:
@@ -82,9 +85,11 @@ def settings(
     local = Path(given.get("save_dir") or folders[0])
     if resume != AUTO and found.parent == folders[0]:
         local = folders[0]
+    config = _merged(given, resume, found, state, local)
     if found.parent != local:
         try:
-            restore(found.parent, local)
+            # What is there belongs to an earlier position: best weights of another epoch, say.
+            restore(found.parent, local, overwrite=True)
         except OSError as error:
             raise RequestError(
                 f"--resume {resume}: {found.parent} cannot be copied to {local} ({error}); "
@@ -95,7 +100,23 @@ def settings(
             f"--resume {resume}: the run's best weights, {checkpoint.WEIGHTS}, are not beside "
             f"{found}; copy them there"
         )
-    return _merged(given, resume, found, state, local), found, state
+    return config, found, state
+
+
+def _require_one_run(local: Path, backup: Path) -> None:
+    """The second folder is the first one's backup, or one of them is empty.
+
+    Raises:
+        RequestError: they hold different runs; one would overwrite the other.
+    """
+    here, content, _ = checkpoint.newest([local])
+    there, _, _ = checkpoint.newest([backup])
+    recorded = _recorded(content).get("backup")
+    if here and there and (not recorded or Path(recorded).resolve() != backup.resolve()):
+        raise RequestError(
+            f"{local} and {backup} hold different runs (the backup of the first is "
+            f"{recorded or 'nowhere'}); name another --save-dir or another --backup"
+        )
 
 
 def _with_local_folder(given: dict, say: Callable[[str], None]) -> dict:
@@ -110,7 +131,9 @@ def _with_local_folder(given: dict, say: Callable[[str], None]) -> dict:
             f"--save-dir {save_dir} is on a network drive, so it is the backup of a local folder "
             "already; leave --backup out, or name a local --save-dir"
         )
-    local = Path("weight") / Path(save_dir).name
+    # Runs of the same name in different folders of Drive are different runs.
+    place = hashlib.sha256(str(Path(save_dir).resolve()).encode()).hexdigest()[:6]
+    local = Path("weight") / f"{Path(save_dir).name}-{place}"
     say(f"{save_dir} is on a network drive: the run lives in {local} and is copied there")
     return given | {"save_dir": str(local), "backup": str(save_dir)}
 

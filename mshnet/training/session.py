@@ -62,8 +62,9 @@ class Session:
         signalled = self._stop_requested()
         if signalled:
             return signalled
-        # Neither: another process of the same training was asked.
-        return "--max-minutes" if self._end is None else f"--max-minutes {self._max_minutes:g}"
+        if self._end is None:
+            return "another host"  # that was asked, or has a limit
+        return f"--max-minutes {self._max_minutes:g}"
 
     def _time_for(self, seconds: float) -> bool:
         # Twice: the machine may be busier by then, and the backup wants its time as well.

@@ -226,12 +226,14 @@ class Trainer:
         began = time.perf_counter()
         replica_state = self.backend.replica_state(self.model)
         host = checkpoint.to_host(self.model.state_dict())
+        host |= self.backend.mean_statistics(self.model, replica_state)
+        losses = self.backend.sum(self._total.cpu().double()) / self.backend.holds.count
         self._write(
             host,
             full=self.epoch > self.config.warm_epoch,
             epoch=self.epoch - 1,  # the last one that is finished
             step=self.step,
-            loss_sum=self._total,
+            loss_sum=losses.float(),
             seconds=self._seconds + began - start,
             replica_state=replica_state,
         )
@@ -273,11 +275,14 @@ class Trainer:
         Raises:
             RuntimeError: they do not; each would wait for the others for ever.
         """
-        agree = self.backend.agree  # on the largest; on the smallest with the sign turned
-        if any(agree(n) != n or agree(-n) != -n for n in (self.epoch, self.step)):
+        # The largest and the smallest of all; everybody asks all four questions before it compares.
+        agree = self.backend.agree
+        if [agree(n) for n in (self.epoch, self.step, -self.epoch, -self.step)] != [
+            *(self.epoch, self.step, -self.epoch, -self.step)
+        ]:
             raise RuntimeError(
                 f"the hosts resume from different checkpoints (this one from epoch {self.epoch}, "
-                f"step {self.step}): --save-dir must be a folder that all of them see"
+                f"step {self.step}): copy the first host's run folder to --backup, which all see"
             )
 
 

@@ -20,6 +20,7 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,9 @@ class TpuReplicas(Replicas):
     def _gather_bits(self, bits: Tensor) -> Tensor:
         import torch_xla.core.xla_model as xm
 
-        return xm.all_gather(bits.to(runtime.device())).cpu().view(self.count, -1)
+        # Without pin_layout: with it every replica pads by its ordinal, in a program of its own.
+        gathered = xm.all_gather(bits.to(runtime.device()), pin_layout=False)
+        return gathered.cpu().view(self.count, -1)
 
 
 class VirtualReplicas(Replicas):
@@ -219,6 +222,8 @@ def _start(start: Callable, function: Callable, args: tuple, cores: int, control
     Processes inherit which signals the thread that starts them blocks. Ctrl-C goes to all processes
     of a terminal: the replicas must not hear it, only the launching process.
     """
+    # Python's tracker of shared resources clears the mask of the thread that first needs it.
+    resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         start(function, args, cores, control)
@@ -324,8 +329,10 @@ def _supervise(
 
 def _failure(replicas: set, control: Path) -> str | None:
     """What happened to the first replica that failed, or None."""
-    if not any(p.exitcode for p in replicas) and not any(control.glob("failed-*")):
-        return None
+    if not any(control.glob("failed-*")) and (
+        not any(p.exitcode for p in replicas) or (control / "result").exists()
+    ):
+        return None  # with a result, a process that crashes while it ends takes nothing away
     time.sleep(0.2)  # a replica that is dying writes its reason first; let the first one be there
     # The first is the cause; others lose their connection to it and fail after it.
     written = sorted(control.glob("failed-*"), key=lambda path: path.stat().st_mtime_ns)

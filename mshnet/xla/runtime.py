@@ -4,11 +4,13 @@ Nothing here imports torch_xla before a function is called, so that the package 
 not installed.
 """
 
+import contextlib
 import glob
 import importlib.util
 import os
 import platform
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -71,6 +73,26 @@ def tpu_chips() -> int:
 def tpu_cores() -> int:
     """Cores (XLA devices) of this machine's TPU: two a chip on v2 and v3, one on later ones."""
     return tpu_chips() * _cores_per_chip()
+
+
+def tpu_hosts() -> int:
+    """Machines of the TPU slice that this one belongs to; 1 where nobody says otherwise."""
+    names = os.environ.get("TPU_WORKER_HOSTNAMES")
+    if names:
+        return len(names.split(","))
+    found = [1]
+
+    def ask() -> None:
+        from torch_xla._internal import tpu
+
+        with contextlib.suppress(Exception):  # no metadata service, or one that knows no TPU
+            found[0] = tpu.num_tpu_workers()
+
+    # It asks the cloud's metadata service without a time limit, and Kaggle may have none.
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(5)
+    return found[0]
 
 
 def _cores_per_chip() -> int:

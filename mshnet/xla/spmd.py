@@ -32,6 +32,12 @@ class DataMesh:
         self.hosts = xr.process_count()
         self.host = xr.process_index()
         self._mesh = xs.Mesh(list(range(self.cores)), (self.cores,), ("data",))
+        if self.hosts > 1:
+            # Core numbers are those of the board, and a host's are not in a row; the batch is cut
+            # in a row. So the mesh goes through the hosts one by one: host 0 has its first slice.
+            owner = self.from_every_core(self.host).tolist()
+            order = sorted(range(self.cores), key=lambda core: (owner[core], core))
+            self._mesh = xs.Mesh(order, (self.cores,), ("data",))
 
     def replicate(self, tensors: Iterable[Tensor]) -> None:
         """Say that every core holds these in full.
@@ -61,12 +67,14 @@ class DataMesh:
 
         A computation over the mesh of its own: a small graph, and one read.
         """
-        if self.hosts == 1:
-            return value
+        return value if self.hosts == 1 else int(self.from_every_core(value).max())
+
+    def from_every_core(self, value: int) -> Tensor:
+        """The value that each core's host has given, int32 (cores,), on the host."""
         import torch_xla.core.xla_model as xm
 
         mine = torch.full((self.cores // self.hosts, 1), value, dtype=torch.int32)
         [shared] = xm.send_cpu_data_to_device([mine], xm.xla_device(), self.split(2))
-        result = shared.amax(0)
+        result = shared * 1
         self.replicate([result])
-        return int(result.cpu())
+        return result.cpu().flatten()

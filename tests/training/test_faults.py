@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mshnet import RequestError
 from mshnet.data.scenes import write_scenes
 from mshnet.training import checkpoint
 from mshnet.xla import runtime
@@ -63,59 +64,62 @@ def assert_same_weights(folder, other):
 # --- killed --------------------------------------------------------------------------------------
 
 
-def killed_again_and_again(given, kills, longest):
+def steps_saved(folder):
+    """Steps behind the newest whole checkpoint of a run."""
+    try:
+        epochs, steps = checkpoint.position(checkpoint.newest([Path(folder)])[1])
+    except RequestError:  # it is being replaced at this moment
+        return 0
+    return 4 * epochs + steps  # 36 images in batches of 8
+
+
+def killed_again_and_again(given, kills):
     """Kill -9 at a random moment of training, resume, until it has been killed often enough.
 
     Returns:
-        Where it stood each time, as (epochs, steps).
+        The steps that the checkpoint had behind it each time.
     """
-    moments = random.Random(0)
-    positions = []
+    chance = random.Random(0)
+    left = []
     for _ in range(kills):
+        begin = steps_saved(given["save_dir"])
         process = subprocess.Popen(
             small.arguments(given, "auto"),
             env=small.environment(),
-            stdout=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            text=True,
         )
-        for line in process.stdout:
-            if line.startswith("tested after each epoch"):
-                break  # training begins
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(moments.uniform(0, longest))
+        more = chance.randint(1, 6)
+        while process.poll() is None and steps_saved(given["save_dir"]) < begin + more:
+            time.sleep(0.02)
+        time.sleep(chance.uniform(0, 0.1))  # in a step, in a write, in a test
         process.kill()
-        process.communicate()
-        _, state, _ = checkpoint.newest([Path(given["save_dir"])])
-        positions.append(checkpoint.position(state))
+        process.wait()
+        left.append(steps_saved(given["save_dir"]))
     done = small.run(given, "auto")
     assert done.returncode == 0, done.stderr
-    return positions
+    return left
 
 
-def assert_kills_change_nothing(given, folder, kills, longest):
+def assert_kills_change_nothing(given, folder, kills):
+    given = given | {"epochs": 4 + 3 * kills, "save_minutes": A_MOMENT}
     whole = small.run(given | {"save_dir": str(folder / "whole")})
     assert whole.returncode == 0, whole.stderr
     killed = str(folder / "killed")
-    positions = killed_again_and_again(given | {"save_dir": killed}, kills, longest)
-    print(f"{kills} kills left (epochs, steps) {positions}")
-    assert 0 < positions[-1][0] < given["epochs"], "the kills were in the middle of training"
+    left = killed_again_and_again(given | {"save_dir": killed}, kills)
+    print(f"{kills} kills left a checkpoint after {left} steps, {4 * given['epochs']} in all")
+    assert 0 < left[-1] < 4 * given["epochs"], "the kills were in the middle of training"
     assert numbers(killed) == numbers(folder / "whole")
     assert_same_weights(killed, folder / "whole")
 
 
 def test_a_run_killed_at_random_moments_ends_with_the_same_bits(scenes, tmp_path):
-    given = {"dataset_dir": scenes, "device": "cpu", "save_minutes": A_MOMENT}
-    epochs = 4 + 4 * KILLS
-    assert_kills_change_nothing(given | {"epochs": epochs}, tmp_path, KILLS, longest=1.5)
+    assert_kills_change_nothing({"dataset_dir": scenes, "device": "cpu"}, tmp_path, KILLS)
 
 
 @pytest.mark.skipif(not runtime.installed(), reason="torch_xla is not installed on this system")
 def test_the_same_on_xla(scenes, tmp_path):
-    given = {"dataset_dir": scenes, "device": "tpu", "save_minutes": A_MOMENT}
-    epochs = 10 + 10 * XLA_KILLS
-    # The first seconds go into compiling; kills within them are kills, too.
-    assert_kills_change_nothing(given | {"epochs": epochs}, tmp_path, XLA_KILLS, longest=30)
+    assert_kills_change_nothing({"dataset_dir": scenes, "device": "tpu"}, tmp_path, XLA_KILLS)
 
 
 def test_a_line_of_the_log_cut_short_by_a_kill_is_dropped(scenes, tmp_path):
@@ -241,7 +245,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_keeps_the_checkpoint(scenes, d
         stderr=subprocess.PIPE,
         text=True,
     )
-    begun(disk / "run", process, epochs=2)
+    begun(disk / "run", process, epochs=3)  # the second one's checkpoint is there then
     with open(disk / "filler", "wb") as file, contextlib.suppress(OSError):
         while True:  # somebody else fills the disk
             file.write(bytes(4096))

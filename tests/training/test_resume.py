@@ -1,5 +1,6 @@
 """Which checkpoint a run continues from, and with which settings."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -58,7 +59,7 @@ def test_between_the_two_renames_only_the_previous_one_is_there(tmp_path):
 @pytest.mark.parametrize(("here", "there"), [(4, 9), (9, 4)])
 def test_of_run_and_backup_the_one_furthest_is_taken(tmp_path, here, there):
     run, drive = tmp_path / "run", tmp_path / "drive"
-    put(run, "checkpoint.pkl", epoch=here)
+    put(run, "checkpoint.pkl", epoch=here, backup=str(drive))
     put(drive, "checkpoint.pkl", epoch=there)
     _, path, _, _ = settings({"save_dir": str(run), "backup": str(drive)}, "auto")
     assert path.parent == (run if here > there else drive)
@@ -84,6 +85,16 @@ def test_a_new_machine_gets_the_files_of_the_backup(tmp_path):
     assert {file.name for file in run.iterdir()} == names
 
 
+def test_best_weights_come_from_where_the_checkpoint_comes(tmp_path):
+    """Those of the run's own folder may be of an earlier session, on another host of a slice."""
+    run, drive = tmp_path / "run", tmp_path / "drive"
+    put(run, "checkpoint.pkl", epoch=1, backup=str(drive))
+    put(drive, "checkpoint.pkl", epoch=5)
+    checkpoint.save({"state_dict": {"a": torch.ones(1)}}, drive / "weight.pkl")
+    settings({"save_dir": str(run), "backup": str(drive)}, "auto")
+    assert checkpoint.load(run / "weight.pkl")["state_dict"]["a"].item() == 1
+
+
 def test_auto_begins_where_there_is_nothing(tmp_path):
     config, path, state, said = settings({"save_dir": str(tmp_path / "run")}, "auto")
     assert (path, state) == (None, None)
@@ -97,6 +108,26 @@ def test_a_checkpoint_file_is_taken_as_named(tmp_path):
     put(run, "checkpoint.previous.pkl", epoch=8)
     wanted = run / "checkpoint.previous.pkl"
     assert settings({}, str(wanted))[1] == wanted
+
+
+@pytest.mark.parametrize("recorded", [None, "elsewhere"])
+@pytest.mark.parametrize("further", ["run", "drive"])
+def test_two_different_runs_are_not_mixed(tmp_path, recorded, further):
+    run, drive = tmp_path / "run", tmp_path / "drive"
+    put(run, "checkpoint.pkl", epoch=9 if further == "run" else 2, backup=recorded)
+    put(drive, "checkpoint.pkl", epoch=4)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.pkl")}
+    with pytest.raises(RequestError, match="hold different runs"):
+        settings({"save_dir": str(run), "backup": str(drive)}, "auto")
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.pkl")} == before
+
+
+def test_a_refused_request_restores_nothing(tmp_path):
+    put(tmp_path / "drive", "checkpoint.pkl", epoch=4, batch_size=16)
+    given = {"save_dir": str(tmp_path / "run"), "backup": str(tmp_path / "drive")}
+    with pytest.raises(RequestError, match="a resumed run keeps its own"):
+        settings(given | {"batch_size": 32}, "auto")
+    assert not (tmp_path / "run").exists()
 
 
 # --- network drives ------------------------------------------------------------------------------
@@ -118,23 +149,28 @@ def drive(tmp_path, monkeypatch):
 
 def test_a_save_dir_on_drive_becomes_the_backup_of_a_local_folder(drive):
     config, _, _, said = settings({"save_dir": str(drive / "first")}, None)
-    assert (config.save_dir, config.backup) == ("weight/first", str(drive / "first"))
-    assert "the run lives in weight/first and is copied there" in said
+    assert config.backup == str(drive / "first")
+    assert re.fullmatch("weight/first-[0-9a-f]{6}", config.save_dir)
+    assert f"the run lives in {config.save_dir} and is copied there" in said
+    other, *_ = settings({"save_dir": str(drive / "b" / "first")}, None)
+    assert other.save_dir != config.save_dir, "a run of the same name elsewhere on Drive"
 
 
 def test_the_same_line_goes_on_from_drive_on_a_new_machine(drive):
     put(drive / "first", "checkpoint.pkl", epoch=2)
     config, path, _, _ = settings({"save_dir": str(drive / "first")}, "auto")
     assert path == drive / "first" / "checkpoint.pkl"
-    assert (config.save_dir, config.backup) == ("weight/first", str(drive / "first"))
-    assert Path("weight/first/checkpoint.pkl").exists()
+    assert config.backup == str(drive / "first")
+    assert re.fullmatch("weight/first-[0-9a-f]{6}", config.save_dir)
+    assert Path(config.save_dir, "checkpoint.pkl").exists()
 
 
 def test_a_run_on_drive_is_resumed_by_its_folder(drive):
     put(drive / "first", "checkpoint.pkl", epoch=2)
     config, path, _, _ = settings({}, str(drive / "first"))
     assert path == drive / "first" / "checkpoint.pkl"
-    assert (config.save_dir, config.backup) == ("weight/first", str(drive / "first"))
+    assert config.backup == str(drive / "first")
+    assert re.fullmatch("weight/first-[0-9a-f]{6}", config.save_dir)
 
 
 def test_two_backups_are_refused(drive):

@@ -167,6 +167,31 @@ def test_replicas_do_not_hear_the_terminals_ctrl_c(tmp_path):
     assert launch(work_until_asked, str(tmp_path), stop_requested=asked) == "SIGINT"
 
 
+def test_ctrl_c_in_a_terminal_is_one_request(tmp_path):
+    """A process of its own, with its replicas in its process group, as a shell starts it."""
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "from mshnet.training.session import signals\n"
+        "from tests.xla.test_launch import *\n"
+        "if __name__ == '__main__':\n"
+        "    with signals() as stop_requested:\n"
+        f"        print(launch(work_until_asked, {str(tmp_path)!r}, stop_requested=stop_requested))"
+    )
+    root = Path(__file__).resolve().parents[2]
+    parent = subprocess.Popen(
+        [sys.executable, script],
+        env=os.environ | {"PYTHONPATH": str(root)},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    pids(tmp_path, 2)
+    os.killpg(parent.pid, signal.SIGINT)
+    printed, _ = parent.communicate(timeout=60)
+    assert parent.returncode == 0
+    assert printed.splitlines()[-1] == "SIGINT"
+
+
 def test_what_the_request_raises_ends_all_at_once(tmp_path):
     def second_ctrl_c():
         if len(list(tmp_path.iterdir())) == 2:

@@ -72,6 +72,7 @@ print(json.dumps({
     "fallbacks": backend.counters().fallbacks,
     "sharding": sharding, "label": backend.label,
     "agreed": backend.agree(7),
+    "from_every_core": backend.mesh.from_every_core(7).tolist() if cores > 1 else None,
 }))
 """
 
@@ -101,6 +102,7 @@ def test_eight_cores_are_one_core_in_numbers_and_graphs():
     assert eight["masks_equal"]
     assert eight["fallbacks"] == 0
     assert eight["agreed"] == 7
+    assert eight["from_every_core"] == [7] * 8
 
 
 def test_what_differs_is_rounding():

@@ -140,8 +140,8 @@ def _train(
     backup = None
     if config.backup and backend.writer:
         backup = Backup(run.folder, Path(config.backup), say)
-    saved = backup.request if backup else _nothing
     try:
+        saved = backup.request if backup else lambda: None
         trainer = Trainer(config, backend, *stores, run.folder, state, session, saved)
         say(f"run folder: {run.folder}")
         conditions = protocol(config, len(stores[1]), "corrected", "each epoch")
@@ -165,10 +165,6 @@ def _train(
     if backup:
         backup.close()
     return {**(best or {}), "run": str(run.folder), "stopped": trainer.stopped}
-
-
-def _nothing() -> None:
-    """For runs without a backup."""
 
 
 def _show(run: _Run, trainer: Trainer, store: SampleStore, best: dict, say: Say) -> None:

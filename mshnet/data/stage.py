@@ -30,6 +30,7 @@ from .layout import SUFFIXES, DataFolder
 ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz")
 RECORD, PART = ".staged.json", ".part"
 DRIVE = Path("/content/drive")  # where Colab mounts it
+MOUNT_DRIVE = f'from google.colab import drive; drive.mount("{DRIVE}")'
 THREADS = 16  # a request to a drive is mostly waiting
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # What Python's readers raise for an archive that is cut short, damaged, encrypted, or none at all.
@@ -80,8 +81,7 @@ def _name(source: Path) -> str:
     if source.exists():
         fault = f"is neither a folder nor an archive; expected {', '.join(ARCHIVES)}"
     elif source.is_relative_to(DRIVE) and not DRIVE.is_mount():
-        mount = f'from google.colab import drive; drive.mount("{DRIVE}")'
-        fault = f"is not there, because Drive is not mounted; first run {mount}"
+        fault = f"is not there, because Drive is not mounted; first run {MOUNT_DRIVE}"
     else:
         fault = "does not exist; name the folder of a data set, or an archive of it"
     raise RequestError(f"{source} {fault}")

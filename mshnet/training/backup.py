@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from ..data.stage import DRIVE
 from .checkpoint import CHECKPOINT, PREVIOUS, WEIGHTS, is_whole
 
-DRIVE = Path("/content/drive")  # where Colab mounts it
 REMOTE = re.compile(r"fuse|nfs|cifs|smb")  # how the types of network file systems begin
 BLOCK = 1 << 20
 SOON = 5.0  # seconds that close() waits before it says that it waits

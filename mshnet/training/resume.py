@@ -4,9 +4,10 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
+from ..data.stage import DRIVE, MOUNT_DRIVE
 from ..errors import RequestError
 from . import checkpoint
-from .backup import DRIVE, is_remote, restore
+from .backup import is_remote, restore
 from .config import Config
 
 AUTO = "auto"  # --resume auto: continue if there is something to continue
@@ -145,10 +146,7 @@ def _require_mounted(flag: str, path: str | None) -> None:
         RequestError: the path is Drive's, and Drive is not there.
     """
     if path and Path(path).resolve().is_relative_to(DRIVE) and not is_remote(Path(path)):
-        raise RequestError(
-            f"{flag} {path}: Drive is not mounted; run "
-            "`from google.colab import drive; drive.mount('/content/drive')` first"
-        )
+        raise RequestError(f"{flag} {path}: Drive is not mounted; first run {MOUNT_DRIVE}")
 
 
 def _nothing_found(

@@ -261,6 +261,7 @@ class Trainer:
         self.session.saved(time.perf_counter() - began)
 
     def _write(self, host: dict[str, Tensor], **about) -> None:
+        # By all, like the weights before: a copy runs what is pending, which all may take part in.
         optimizer = checkpoint.to_host(self.optimizer.state_dict())
         if not self.backend.writer:
             return
@@ -275,11 +276,10 @@ class Trainer:
         Raises:
             RuntimeError: they do not; each would wait for the others for ever.
         """
-        # The largest and the smallest of all; everybody asks all four questions before it compares.
-        agree = self.backend.agree
-        if [agree(n) for n in (self.epoch, self.step, -self.epoch, -self.step)] != [
-            *(self.epoch, self.step, -self.epoch, -self.step)
-        ]:
+        # The largest of each, and with the sign the smallest. All are asked before one is compared:
+        # who raised in between would leave the others waiting.
+        mine = [self.epoch, self.step, -self.epoch, -self.step]
+        if [self.backend.agree(number) for number in mine] != mine:
             raise RuntimeError(
                 f"the hosts resume from different checkpoints (this one from epoch {self.epoch}, "
                 f"step {self.step}): copy the first host's run folder to --backup, which all see"

@@ -120,7 +120,8 @@ def select_platform(name: str, cores: int = 1, processes: int = 1) -> None:
 
     Args:
         name: ``"TPU"`` or ``"CPU"``.
-        cores: XLA devices of this machine that will be used, see :func:`check_cores`.
+        cores: XLA devices of this machine that will be used, one of
+            :func:`possible_cores`.
         processes: how many processes share them: 1 (SPMD), or one a chip.
     """
     require_matching_versions()
@@ -165,7 +166,8 @@ def forget_stale_variables() -> list[str]:
         return []  # on a pod slice they are meant
     stale = [name for name in ("TPU_PROCESS_ADDRESSES", "CLOUD_TPU_TASK_ID") if name in os.environ]
     for name in stale:
-        print(f"removed {name}={os.environ.pop(name)}, which breaks TPUs of one machine")
+        text = f"removed {name}={os.environ.pop(name)}, which breaks TPUs of one machine"
+        print(text, file=sys.stderr)  # standard output may carry JSON
     return stale
 
 
@@ -194,14 +196,14 @@ def describe() -> str:
 
 
 def rng_state() -> int:
-    """State of the device's random numbers."""
+    """State of the device's random numbers, a 64-bit seed."""
     import torch_xla.core.xla_model as xm
 
     return xm.get_rng_state()
 
 
 def set_rng_state(state: int) -> None:
-    """Continue, or start from a seed."""
+    """Continue from a state of :func:`rng_state`, or start from a seed."""
     import torch_xla.core.xla_model as xm
 
     xm.set_rng_state(state)

@@ -30,6 +30,12 @@ def environment(**variables):
     return os.environ | {"OMP_NUM_THREADS": "1", "PJRT_DEVICE": "CPU"} | variables
 
 
+def start(given, resume=None, **kwargs):
+    """Begin a training; the process, with its standard output in a pipe unless told otherwise."""
+    kwargs = {"stdout": subprocess.PIPE, "text": True} | kwargs
+    return subprocess.Popen(arguments(given, resume), env=environment(), **kwargs)
+
+
 def run(given, resume=None, **kwargs):
     """Train to the end; the finished process with its output."""
     return subprocess.run(

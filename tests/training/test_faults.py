@@ -83,12 +83,7 @@ def killed_again_and_again(given, kills):
     left = []
     for _ in range(kills):
         begin = steps_saved(given["save_dir"])
-        process = subprocess.Popen(
-            small.arguments(given, "auto"),
-            env=small.environment(),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        process = small.start(given, "auto", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         more = chance.randint(1, 6)
         while process.poll() is None and steps_saved(given["save_dir"]) < begin + more:
             time.sleep(0.02)
@@ -146,12 +141,7 @@ def begun(folder, process, epochs=1):
 def test_a_signal_saves_and_stops_and_nothing_is_repeated(scenes, tmp_path, number):
     given = {"dataset_dir": scenes, "device": "cpu", "epochs": 40}
     folder = tmp_path / "run"
-    process = subprocess.Popen(
-        small.arguments(given | {"save_dir": str(folder)}),
-        env=small.environment(),
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    process = small.start(given | {"save_dir": str(folder)})
     begun(folder, process)
     process.send_signal(number)
     printed, _ = process.communicate(timeout=60)
@@ -238,13 +228,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_keeps_the_checkpoint(scenes, d
     assert small.run(given | {"epochs": 1}).returncode == 0
     before = (disk / "run" / "checkpoint.pkl").read_bytes()
 
-    process = subprocess.Popen(
-        small.arguments({"epochs": 500}, str(disk / "run")),
-        env=small.environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = small.start({"epochs": 500}, str(disk / "run"), stderr=subprocess.PIPE)
     begun(disk / "run", process, epochs=3)  # the second one's checkpoint is there then
     with open(disk / "filler", "wb") as file, contextlib.suppress(OSError):
         while True:  # somebody else fills the disk
@@ -284,12 +268,7 @@ def test_a_file_that_the_kernel_refuses_leaves_the_checkpoint_as_it_was(scenes, 
 def test_a_drive_that_is_removed_stops_nothing_and_gets_everything_again(scenes, tmp_path):
     folder, drive = tmp_path / "run", tmp_path / "drive"
     given = {"dataset_dir": scenes, "device": "cpu", "epochs": 12, "backup": str(drive / "run")}
-    process = subprocess.Popen(
-        small.arguments(given | {"save_dir": str(folder)}),
-        env=small.environment(),
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    process = small.start(given | {"save_dir": str(folder)})
     begun(folder, process)
     while not (drive / "run" / "checkpoint.pkl").exists():
         assert process.poll() is None
@@ -351,14 +330,7 @@ def test_a_replica_that_fails_ends_the_whole_training(scenes, tmp_path):
     shutil.copytree(scenes, data)
     given = {"dataset_dir": str(data), "device": "tpu", "num_cores": 2, "strategy": "launch"}
     given |= {"epochs": 50, "cache": "none", "save_dir": str(tmp_path / "run")}
-    process = subprocess.Popen(
-        small.arguments(given),
-        env=small.environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    process = small.start(given, stderr=subprocess.PIPE, start_new_session=True)
     begun(tmp_path / "run", process)
     shutil.rmtree(data / "images")
     failed = time.monotonic()

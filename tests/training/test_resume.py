@@ -185,7 +185,7 @@ def test_drive_that_is_not_mounted_is_refused_everywhere():
         ({"backup": "/content/drive/MyDrive/a"}, None),
         ({}, "/content/drive/a"),
     ):
-        with pytest.raises(RequestError, match=r"Drive is not mounted; run .*drive\.mount"):
+        with pytest.raises(RequestError, match=r"Drive is not mounted; first run .*drive\.mount"):
             settings(given, where)
 
 

@@ -1,9 +1,28 @@
 """MSHNet, an infrared small-target detector, trained on TPU, CUDA and CPU by one code path."""
 
-from .errors import RequestError
-from .loss import SLSIoULoss
-from .metrics import DetectionMetrics
-from .model import MSHNet
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .version import __version__
 
+if TYPE_CHECKING:
+    from .errors import RequestError
+    from .loss import SLSIoULoss
+    from .metrics import DetectionMetrics
+    from .model import MSHNet
+
 __all__ = ["DetectionMetrics", "MSHNet", "RequestError", "SLSIoULoss", "__version__"]
+
+_HOMES = {
+    "DetectionMetrics": "metrics",
+    "MSHNet": "model",
+    "RequestError": "errors",
+    "SLSIoULoss": "loss",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Imported when used: `python -m mshnet.doctor` has to start where torch does not.
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)

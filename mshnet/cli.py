@@ -1,4 +1,4 @@
-"""The commands: ``mshnet train|test|predict|check-data``, and ``main_tpu.py``'s flags.
+"""The commands: ``mshnet train|test|predict|check-data|doctor|aot``, and ``main_tpu.py``'s flags.
 
 Exit codes: 0 done, 1 failed while running, 2 the request was wrong (one line says what to change),
 130 and 143 stopped by Ctrl-C and SIGTERM after saving.
@@ -11,13 +11,15 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from . import __version__, jobs
+from . import __version__, estimate, jobs
 from .data.check import check, table
 from .data.store import CACHES
+from .doctor.command import add_flags as doctor_flags
 from .errors import RequestError
 from .training.config import DEVICES, PRECISIONS, STRATEGIES, Config, default_workers
 from .training.folder import to_json
 from .training.session import EXIT_CODES
+from .xla.aot import EFFORTS, CompilerFailed, cache_folder
 from .xla.launch import ReplicaFailed
 
 
@@ -114,7 +116,81 @@ def _parser() -> argparse.ArgumentParser:
     check = command("check-data", _check_data, "report on a data set before training")
     check.add_argument("folder", help="folder with images/, masks/ and the lists")
     _add_json(check, "print the whole report as one JSON object")
+
+    doctor_flags(command("doctor", None, "check what works on this machine, and how to mend it"))
+
+    _add_aot_flags(command("aot", _aot, "what a step needs on a TPU, from the TPU's own compiler"))
     return parser
+
+
+def _add_aot_flags(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = _AOT_EXAMPLES
+    parser.add_argument(
+        "--topology",
+        default="v5e:1x1",
+        metavar="SLICE",
+        help="generation and chips, such as v5e:1x1 (Colab), v5e:2x4 (Kaggle), v6e:1x1; a name "
+        "that is not known lists all (default: v5e:1x1)",
+    )
+    parser.add_argument(
+        "--num-cores",
+        type=int,
+        default=None,
+        metavar="N",
+        help="cores of the slice that take part (default: all of them)",
+    )
+    _add(parser, "batch_size", "images a step, over all cores together", default_text="32")
+    _add(parser, "base_size", "side of the images, pixels")
+    _add(parser, "precision", "bf16 is autocast", kind=str, choices=PRECISIONS)
+    _add_fold(parser)
+    _add_channels(parser)
+    parser.add_argument(
+        "--phase",
+        choices=estimate.PHASES,
+        default="train",
+        help="train: all heads; warmup: one head; eval: a test's step (default: train)",
+    )
+    parser.add_argument(
+        "--effort",
+        choices=EFFORTS,
+        default="fast",
+        help="fast: the compiler's least effort, minutes; full: what a TPU gets, much longer "
+        "(default: fast)",
+    )
+    parser.add_argument(
+        "--sweep",
+        action="store_true",
+        help="from --batch-size on, look for the largest batch that fits; one line for each try",
+    )
+    parser.add_argument(
+        "--no-cache",
+        action="store_true",
+        help=f"ask the compiler even if it has answered before (answers: {cache_folder()})",
+    )
+    _add_json(parser, "print everything as one JSON object")
+
+
+_AOT_EXAMPLES = """\
+libtpu holds the whole TPU compiler, and compiling takes no TPU. The training step is traced as
+always, compiled for the slice that you name, and the compiled program says what it needs:
+
+  memory    whether it fits, with the largest arrays if not
+  moved     bytes to and from HBM; layer by layer, and how much of it is padding
+  at least  operations or bytes at the chip's published rates, whichever takes longer
+  exchanged what several cores reduce together
+
+It is an estimate, not a run: no step is faster than "at least", and many are slower.
+
+examples:
+  will batch 32 fit Colab's v5e?
+      mshnet aot --topology v5e:1x1 --batch-size 32 --precision bf16
+  the largest batch that does:
+      mshnet aot --topology v5e:1x1 --batch-size 64 --precision bf16 --sweep
+  Kaggle's eight cores, and what they exchange:
+      mshnet aot --topology v5e:2x4 --batch-size 256 --precision bf16
+
+A step takes the compiler one to three minutes and up to 15 GB of memory at 256×256. It comes with
+pip install 'mshnet[aot]'; Colab's TPU runtime has it."""
 
 
 def _add_train_flags(parser: argparse.ArgumentParser) -> None:
@@ -207,12 +283,22 @@ def _add_device_flags(parser: argparse.ArgumentParser, cores: bool = True) -> No
     if cores:
         _add(parser, "num_cores", "TPU cores of this machine; with PJRT_DEVICE=CPU, virtual ones")
     _add(parser, "precision", "bf16 is autocast", kind=str, choices=PRECISIONS)
+    _add_fold(parser)
     _add(
         parser,
         "compile_cache",
         "folder that keeps XLA programs between runs, where the runtime can load them",
         kind=str,
         default_text="none",
+    )
+
+
+def _add_fold(parser: argparse.ArgumentParser) -> None:
+    _add(
+        parser,
+        "fold",
+        "columns stored as channels, 1 to 16: fewer bytes for a TPU to move, the same result",
+        default_text="on a TPU, with fewer than 128 images a core, 8; otherwise 1",
     )
 
 
@@ -326,3 +412,39 @@ def _check_data(args: argparse.Namespace) -> int:
     report = check(args.folder)
     print(json.dumps(report.as_dict(), indent=1) if args.json else table(report))
     return 2 if report.errors() else 0
+
+
+def _aot(args: argparse.Namespace) -> int:
+    given = {"batch_size": 32} | _given(args)
+    num_cores = given.pop("num_cores")
+    step = estimate.request(given, args.phase, args.topology, num_cores)
+    say = _say(args)
+    try:
+        if args.sweep:
+            return _aot_sweep(step, args, say)
+        report = estimate.compile_step(step, args.effort, not args.no_cache)
+    except CompilerFailed as error:
+        print(f"mshnet aot: {error}", file=sys.stderr)
+        return 1
+    if args.json:
+        print(to_json(step.as_dict() | report.as_dict()))
+    else:
+        say(f"MSHNet, {step}\n{report.table()}")
+    return 0
+
+
+def _aot_sweep(step: estimate.Step, args: argparse.Namespace, say: Callable[[str], None]) -> int:
+    say(f"MSHNet, {step}; by the TPU's compiler ({args.effort} effort), not a run\n")
+    say(estimate.SWEEP_HEAD)
+    tried = []
+    for found in estimate.sweep(step, args.effort, not args.no_cache):
+        tried.append(found)
+        say(estimate.sweep_line(*found))
+    say(f"\n{estimate.sweep_summary(tried)}")
+    if args.json:
+        best = estimate.largest(tried)
+        print(to_json({
+            "largest_batch_size": best.config.batch_size if best else None,
+            "tried": [step.as_dict() | report.as_dict() for step, report in tried],
+        }))  # fmt: skip
+    return 0

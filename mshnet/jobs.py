@@ -67,7 +67,7 @@ def train(given: dict, resume: str | None = None, say: Say = print) -> dict:
         config, checkpoint_path, state = settings(given, resume, say)
         # Cheap checks first: nobody waits for a device to learn of a typing error.
         place = backends.locate(config.device, config.num_cores, config.strategy)
-        _require_shares(config, config.num_cores)
+        require_shares(config, config.num_cores)
         data_folder = _data_folder(config, ("train", "test"), say)
         if config.weight_path:
             _model(config, config.weight_path)
@@ -196,7 +196,7 @@ def test(given: dict, say: Say = print) -> dict:
     """
     config = _for_weights(given, "the weights to evaluate")
     backends.locate(config.device, config.num_cores)
-    _require_shares(config, config.num_cores)
+    require_shares(config, config.num_cores)
     model, full = _model(config, config.weight_path)
     store = _open(_data_folder(config, ("test",), say), "test", config, say)
     backend = _backend(config, say)
@@ -225,6 +225,7 @@ def predict_files(
         open_image(path)
     model, full = _model(config, config.weight_path)
     backend = _backend(config, say)
+    model.fold = config.columns_folded(backend.lanes, backend.cores)
     backend.move(model)
     batch_size = min(config.batch_size, len(paths))
     rows = predict(model, backend, paths, out, config.base_size, config.channels, full, batch_size)
@@ -278,7 +279,7 @@ def _open(path: Path, split: str, config: Config, say: Say) -> SampleStore:
     return store
 
 
-def _require_shares(config: Config, cores: int) -> None:
+def require_shares(config: Config, cores: int) -> None:
     """Every core gets the same number of images of a global batch.
 
     Raises:
@@ -301,7 +302,7 @@ def _backend(config: Config, say: Say, replicas: launch.Replicas | None = None) 
     backend = backends.choose(
         config.device, config.num_cores, config.precision, config.compile_cache, replicas
     )
-    _require_shares(config, backend.cores)  # with several hosts these are more than num_cores
+    require_shares(config, backend.cores)  # with several hosts these are more than num_cores
     say(f"device: {backend.label}, {config.precision}")
     return backend
 
@@ -316,6 +317,7 @@ def _evaluate(
     config: Config, model: MSHNet, backend: backends.Backend, store: SampleStore, full: bool
 ) -> tuple[DetectionMetrics, dict[int, torch.Tensor]]:
     """Metrics of a split, and the logits of some of its first images, by index, for a picture."""
+    model.fold = config.columns_folded(backend.lanes, backend.cores)
     dataset = EvaluationSet(store, config.base_size)
     loader = evaluation_loader(dataset, config.batch_size, 0, backend.loads)
     normalize = Normalize()

@@ -10,6 +10,7 @@
 #
 # * tell which versions are installed, and why you should not change them in Colab;
 # * install the pair on an empty machine;
+# * ask one call what works on a machine and how to mend the rest;
 # * verify a device: a matrix product, a training step with gradients, the cost of the first run;
 # * recognise calls from old TPU guides and write today's.
 #
@@ -117,6 +118,24 @@ runtime.require_matching_versions()  # the patches are gone
 # The extra `tpu` adds `libtpu`, in the version that has a wheel for your Python.
 # (`torch_xla[tpu]` pins libtpu 0.0.21, which has none for Python 3.13; the extra takes 0.0.21.1
 # there, as Colab does.) 2.9 is the last PyTorch/XLA release, so there is no newer pair to look for.
+#
+# ## All at once: the doctor
+#
+# The package has a call that looks at all of this and more: versions, imports, variables that old
+# guides or larger machines leave behind, memory, disks, Drive. It also tries each device, which is
+# what the rest of this lesson does by hand.
+
+# %%
+from mshnet.doctor import doctor
+
+report = doctor()
+assert report.usable, report
+
+# %% [markdown]
+# **What just happened.** A line for each check, what to do below it, a verdict at the end. The lines
+# "agrees with the host" were computed in processes of their own. So this kernel has opened nothing
+# yet, and a runtime that hangs or crashes would have been a line too. In a terminal, or where no
+# notebook starts, the same is `mshnet doctor`.
 #
 # ## Which platform: `PJRT_DEVICE`
 #
@@ -358,6 +377,7 @@ assert max(errors.values()) < 1.5 * min(errors.values()), errors
 # * torch and torch_xla are a pair; `runtime.require_matching_versions()` checks it, and in Colab
 #   nothing is installed over it.
 # * On an empty machine: `torch==2.9.0 torch_xla==2.9.0`, and the extra `tpu` for libtpu.
+# * When something does not work, `mshnet doctor` comes first.
 # * A device is verified against eager PyTorch, with a tolerance that knows of bfloat16; the first
 #   run compiles, and the counter says 0 for the next.
 # * Old names fail in known ways; after a notebook has opened the device, trainings on several cores

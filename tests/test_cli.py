@@ -150,6 +150,7 @@ BAD_TRAINING = [
     (sound, "--base-size 100", "--base-size 100: must be a multiple of 16, for example 96"),
     (sound, "--crop-size 40", "--crop-size 40: must be a multiple of 16, for example 32"),
     (sound, "--channels 2", "--channels 2: must be one of 1, 3"),
+    (sound, "--fold 3", "--fold 3: must be one of 1, 2, 4, 8, 16"),
     (sound, "--precision fp16", "argument --precision: invalid choice: 'fp16'"),
     (sound, "--device gpu", "argument --device: invalid choice: 'gpu'"),
     (sound, "--use-tpu", "Runtime > Change runtime type > v5e-1 TPU"),
@@ -299,6 +300,7 @@ def test_too_little_space_is_refused_before_training(data, capsys, monkeypatch):
         (["predict", "data/images/test_0.png"], "--weight-path is missing"),
         (["predict", "data/trainval.txt", "--weight-path", "W"], "cannot be read as an image"),
         (["check-data", "nowhere"], "nowhere does not exist"),
+        (["doctor", "--cores", "0"], "--cores 0: must be at least 1"),
         (["fly"], "invalid choice: 'fly'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -363,7 +365,9 @@ def test_without_a_data_set_the_built_in_scenes_are_used(tmp_path, monkeypatch, 
     assert len(list(Path("weight").glob("MSHNet-*"))) == 1
 
 
-@pytest.mark.parametrize("command", [[], ["train"], ["test"], ["predict"], ["check-data"]])
+@pytest.mark.parametrize(
+    "command", [[], ["train"], ["test"], ["predict"], ["check-data"], ["doctor"]]
+)
 def test_help_teaches(command, capsys):
     with pytest.raises(SystemExit) as exit:
         main([*command, "--help"])
@@ -405,3 +409,7 @@ def test_without_torch_xla_everything_but_the_tpu_works(data, no_xla):
     refused = run_without_xla(no_xla, "-m", "mshnet", "train", "--use-tpu", *SMALL)
     assert refused.returncode == 2
     assert "torch_xla is not installed" in refused.stderr
+    looked = run_without_xla(no_xla, "-m", "mshnet", "doctor", "--require", "xla")
+    assert looked.returncode == 1, looked.stderr
+    assert "not usable for --require xla: torch_xla, not installed" in looked.stdout
+    assert "training can run on c" in looked.stdout

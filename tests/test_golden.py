@@ -29,9 +29,10 @@ def golden():
         return dict(values)
 
 
-@pytest.fixture
-def model():
+@pytest.fixture(params=[1, 8], ids=["as it is", "folded as for a TPU"])
+def model(request):
     net = MSHNet(3)
+    net.fold = request.param
     net.load_state_dict(
         {
             key: torch.from_numpy(np.asarray(make.golden_parameter(key, tuple(value.shape))))

@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mshnet.xla.aot_report import Report
+
 SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "scaling.py"
 _spec = importlib.util.spec_from_file_location("scaling", SCRIPT)
 scaling = importlib.util.module_from_spec(_spec)
@@ -27,7 +29,7 @@ def test_bytes_go_around_a_ring_and_each_all_reduce_crosses_the_slice_and_back()
     assert scaling.reduce_seconds(256, only_latency) == pytest.approx(10 * 60 * scaling.HOP)
 
 
-@pytest.mark.parametrize(("flops", "accessed"), [(2 * scaling.PEAK, 1), (1, 2 * 819e9)])
+@pytest.mark.parametrize(("flops", "accessed"), [(2 * scaling.CHIP.peak, 1), (1, 2 * 819e9)])
 def test_the_slower_of_computing_and_moving_bounds_the_step(flops, accessed):
     assert scaling.step_seconds(1, Compiled(flops, accessed, 1)) == pytest.approx(2)
 
@@ -58,11 +60,23 @@ def test_the_table_has_a_line_for_each_row_and_says_what_does_not_fit():
     assert "does not fit" in too_large
 
 
-def test_all_reduces_are_counted_with_the_bytes_of_all_their_results():
-    hlo = """
-  %all-reduce.2 = (f32[16]{0:T(128)}, bf16[3,3,16]{2,1,0}) all-reduce(%a, %b), channel_id=1
-  ROOT %all-reduce.3 = f32[]{:T(128)} all-reduce(%c), channel_id=2
-  %fusion = f32[99]{0} fusion(%all-reduce.2), kind=kLoop
-"""
-    assert scaling.all_reduces(hlo) == (2, 16 * 4 + 144 * 2 + 4)
-    assert scaling.all_reduces("no collectives here") == (0, 0)
+def test_only_all_reduces_of_a_report_count_as_such():
+    report = Report(
+        topology="v5e:2x4",
+        cores=8,
+        effort="fast",
+        compiles=True,
+        fits=True,
+        hbm_bytes=3,
+        hbm_limit_bytes=4,
+        program="",
+        libtpu="",
+        buffers=[],
+        bytes_accessed=2.0,
+        flops=1.0,
+        collectives=[
+            {"kind": "all-reduce", "count": 65, "bytes": 800},
+            {"kind": "all-gather", "count": 2, "bytes": 9},
+        ],
+    )
+    assert Compiled.of(report) == Compiled(1.0, 2.0, 3, all_reduces=65, reduced=800)

@@ -14,6 +14,7 @@ AUTO = "auto"  # --resume auto: continue if there is something to continue
 
 # What a run may do differently after an interruption and still be the same run.
 _MAY_CHANGE = (
+    "fold",
     "dataset_dir",
     "stage",
     "epochs",

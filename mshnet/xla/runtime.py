@@ -5,22 +5,28 @@ not installed.
 """
 
 import contextlib
-import glob
 import importlib.util
 import os
 import platform
 import sys
 import threading
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
+from . import counts, machine
+from .counts import Counters
+
 VIRTUAL_CORES = 8  # cores that XLA on the CPU can be asked for: as many as one TPU machine has
+
+TPU_LANES = 128  # of the tiles that a TPU stores arrays in
+
+# Of batches below 8 the TPU's compiler would cut maps into strips, and call those a batch. That may
+# help narrow maps; MSHNet's are wide (mshnet.fold), and all it does to them is copy.
+TPU_FLAGS = {"xla_disable_hlo_passes": "space-to-batch-converter"}
 
 # How chips lie on a host's board, by their number: x, y, z of Google's topology variables.
 _BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
@@ -38,9 +44,6 @@ def installed() -> bool:
 def require_matching_versions() -> None:
     """The gate before the first import of torch_xla.
 
-    The two packages are bound by a C++ ABI: with different minor versions the import ends in a
-    missing symbol.
-
     Raises:
         XlaUnavailable: torch_xla is missing, or belongs to another torch.
     """
@@ -50,24 +53,17 @@ def require_matching_versions() -> None:
             f"torch_xla is not installed{where}; on Linux: pip install torch==2.9.0 "
             "torch_xla==2.9.0, or train with --device cuda or --device cpu"
         )
-    xla = metadata.version("torch_xla")
-    if xla.split(".")[:2] != torch.__version__.split(".")[:2]:
-        raise XlaUnavailable(
-            f"torch {torch.__version__} and torch_xla {xla} do not belong together; "
-            f"pip install 'torch=={'.'.join(xla.split('.')[:2])}.*' "
-            "(in Colab: Runtime > Disconnect and delete runtime)"
-        )
+    fault = machine.version_fault(torch.__version__, metadata.version("torch_xla"))
+    if fault:
+        raise XlaUnavailable(fault)
 
 
 def tpu_chips() -> int:
     """TPU chips of this machine, counted on the PCI bus without opening them."""
-    # Without a device node there is nothing to count, and importing torch_xla takes seconds.
-    if not (glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*")) or not installed():
+    if not machine.tpu_nodes() or not installed():
         return 0
     require_matching_versions()
-    from torch_xla._internal import tpu
-
-    return tpu.num_available_chips()
+    return len(machine.tpu_pci_ids())
 
 
 def tpu_cores() -> int:
@@ -96,9 +92,7 @@ def tpu_hosts() -> int:
 
 
 def _cores_per_chip() -> int:
-    v2_or_v3 = "0x0027"  # the PCI device id of both; later TPUs have others
-    ids = (Path(path).read_text().strip() for path in glob.glob("/sys/bus/pci/devices/*/device"))
-    return 2 if v2_or_v3 in ids else 1
+    return max((machine.GENERATIONS[chip].cores for chip in machine.tpu_pci_ids()), default=1)
 
 
 def requested_platform() -> str | None:
@@ -133,6 +127,9 @@ def select_platform(name: str, cores: int = 1, processes: int = 1) -> None:
         os.environ["CPU_NUM_DEVICES"] = str(cores // processes)
         return
     forget_stale_variables()
+    given = os.environ.get("XLA_FLAGS", "")
+    flags = (f"--{flag}={value}" for flag, value in TPU_FLAGS.items() if flag not in given)
+    os.environ["XLA_FLAGS"] = " ".join([*given.split(), *flags])
     if 1 < cores < tpu_cores():
         chips = cores // _cores_per_chip()
         if processes == 1:  # all chosen chips in one process
@@ -157,14 +154,8 @@ def possible_cores(platform: str) -> list[int]:
 
 
 def forget_stale_variables() -> list[str]:
-    """Remove what a larger slice left in Kaggle's environment; the names removed.
-
-    With it the TPU answers "Expected 4 worker addresses, got 1"
-    (https://github.com/huggingface/transformers/issues/28204).
-    """
-    if "KAGGLE_KERNEL_RUN_TYPE" not in os.environ:
-        return []  # on a pod slice they are meant
-    stale = [name for name in ("TPU_PROCESS_ADDRESSES", "CLOUD_TPU_TASK_ID") if name in os.environ]
+    """Remove :func:`machine.stale_variables` from this process's environment; their names."""
+    stale = machine.stale_variables(os.environ)
     for name in stale:
         text = f"removed {name}={os.environ.pop(name)}, which breaks TPUs of one machine"
         print(text, file=sys.stderr)  # standard output may carry JSON
@@ -193,6 +184,13 @@ def describe() -> str:
     cores = f"{used} of {there} cores" if used < there else f"{used} core{'s' * (used > 1)}"
     hosts = f" on {xr.process_count()} hosts" if xr.is_spmd() and xr.process_count() > 1 else ""
     return f"XLA on {xr.device_type()}, {cores}{hosts}"
+
+
+def lanes() -> int:
+    """Lanes of the tiles that the device stores arrays in; 1 where there are no tiles."""
+    import torch_xla.runtime as xr
+
+    return TPU_LANES if xr.device_type() == "TPU" else 1
 
 
 def rng_state() -> int:
@@ -228,37 +226,9 @@ def end_step() -> None:
     torch_xla.sync()
 
 
-@dataclass(frozen=True)
-class Counters:
-    """Totals of this process since it started."""
-
-    compilations: int = 0
-    fallbacks: int = 0  # operations that ran on the host because XLA has no lowering for them
-    host_reads: int = 0  # scalars fetched from the device
-
-    def __sub__(self, earlier: "Counters") -> "Counters":
-        return Counters(
-            self.compilations - earlier.compilations,
-            self.fallbacks - earlier.fallbacks,
-            self.host_reads - earlier.host_reads,
-        )
-
-
-# `.item()` is counted among the fallbacks by torch_xla, but it is a read.
-_SCALAR_READ = "aten::_local_scalar_dense"
-
-
 def counters() -> Counters:
-    """torch_xla's own counters, as totals since the process started."""
-    import torch_xla.debug.metrics as met
-
-    compile_time = met.metric_data("CompileTime")
-    fallbacks = [n for n in met.counter_names() if n.startswith("aten::") and n != _SCALAR_READ]
-    return Counters(
-        compilations=compile_time[0] if compile_time else 0,
-        fallbacks=sum(met.counter_value(name) for name in fallbacks),
-        host_reads=met.counter_value(_SCALAR_READ) or 0,
-    )
+    """Compilations, fallbacks and scalar reads, as totals since the process started."""
+    return counts.now().brief()
 
 
 class DeviceFeed:

@@ -17,10 +17,11 @@ WARM_EPOCH = 0
 class Run:
     """Model, optimizer and steps on one backend."""
 
-    def __init__(self, backend):
+    def __init__(self, backend, fold=1):
         torch.manual_seed(0)
         self.backend = backend
         self.model = MSHNet(widths=(2, 4, 4, 4, 4), depths=(1, 1, 1, 1, 1))
+        self.model.fold = fold
         self.optimizer = backend.place(self.model, lambda m: Adagrad(m.parameters(), lr=0.05), None)
         self.normalize = Normalize().to(backend.device)
         self.criterion = SLSIoULoss()

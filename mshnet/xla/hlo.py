@@ -1,0 +1,223 @@
+"""What a program that XLA has compiled for a TPU says about itself: its text, and its refusals.
+
+A compiled program is a list of instructions. Most are fusions: many operations that run as one,
+whose arguments are read from HBM and whose results are written there. An array in HBM is kept in
+tiles, 8 × 128 elements for most, and what does not fill a tile is padding that moves all the same.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+# Bytes of an element; types that are not listed have their bits in their names.
+_BYTES = {"pred": 1, "c64": 8, "c128": 16, "token": 0}
+
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](?:\{([^}]*)\})?")
+_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%(\S+) = (.*?) ([a-z][\w-]*)\((.*)")
+_COMPUTATION = re.compile(r"(ENTRY )?%(\S+) \(.*\{$")
+
+# These give a name to what is there already, or begin what another instruction ends.
+_MOVE_NOTHING = {
+    "parameter",
+    "constant",
+    "get-tuple-element",
+    "tuple",
+    "bitcast",
+    "after-all",
+    "optimization-barrier",
+    "partition-id",
+    "replica-id",
+}
+_COLLECTIVES = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+
+
+@dataclass(frozen=True)
+class Array:
+    """An array as the compiler lays it out.
+
+    Attributes:
+        shape: with its layout, as in the program: ``f32[8,16,64,64]{1,0,3,2:T(8,128)}``.
+        size: bytes in memory.
+        unpadded: bytes of its elements.
+        in_hbm: whether it lies in HBM rather than in a memory on the core.
+    """
+
+    shape: str
+    size: int
+    unpadded: int
+    in_hbm: bool
+
+
+def arrays(text: str) -> list[Array]:
+    """The arrays of a shape; more than one where it is a tuple."""
+    return [_array(*found.group(0, 1, 2, 3)) for found in _ARRAY.finditer(text)]
+
+
+def _array(shape: str, kind: str, dimensions: str, layout: str | None) -> Array:
+    sides = [int(side) for side in dimensions.split(",") if side]
+    element = element_bytes(kind)
+    order, _, details = (layout or "").partition(":")
+    padded = list(sides)
+    tile = re.search(r"T\(([\d,]+)\)", details)
+    if tile and sides:
+        # A layout names the dimensions from the fastest to the slowest; so do tiles, backwards.
+        fastest = [int(axis) for axis in order.split(",")]
+        for axis, length in zip(fastest, reversed(tile[1].split(","))):
+            padded[axis] = math.ceil(sides[axis] / int(length)) * int(length)
+    return Array(
+        shape=shape,
+        size=math.ceil(math.prod(padded) * element),
+        unpadded=math.ceil(math.prod(sides) * element),
+        in_hbm=not re.search(r"S\([1-9]\d*\)", details),
+    )
+
+
+def element_bytes(kind: str) -> float:
+    """Bytes of an element of an XLA type such as ``bf16``."""
+    return _BYTES[kind] if kind in _BYTES else int(re.search(r"\d+", kind)[0]) / 8
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One step of a compiled program.
+
+    Attributes:
+        name: in the program.
+        kind: of the operation, such as ``fusion``.
+        operation: name of the traced operation that it computes, or the last of several. What the
+            compiler adds (copies into another layout) has the name of what it reads.
+        results: in HBM.
+        moved: bytes read from and written to HBM.
+        moved_unpadded: the same without padding.
+        cycles: that the compiler expects it to take; 0 where it says nothing.
+    """
+
+    name: str
+    kind: str
+    operation: str
+    results: tuple[Array, ...]
+    moved: int
+    moved_unpadded: int
+    cycles: int
+
+
+def instructions(text: str) -> list[Instruction]:
+    """The instructions of a compiled program that move data, in the order in which they run.
+
+    The body of a loop counts once: how often it runs is not known.
+    """
+    computations, entry = _computations(text)
+    return list(_follow(computations, entry))
+
+
+def _computations(text: str) -> tuple[dict[str, list[re.Match]], str]:
+    computations: dict[str, list[re.Match]] = {}
+    entry = lines = None
+    for line in text.splitlines():
+        begins = _COMPUTATION.match(line)
+        if begins:
+            lines = computations[begins[2]] = []
+            entry = begins[2] if begins[1] else entry
+        elif lines is not None and (found := _INSTRUCTION.match(line)):
+            lines.append(found)
+    if entry is None:
+        raise ValueError("the text has no ENTRY computation: it is not a compiled program")
+    return computations, entry
+
+
+def _follow(computations: dict[str, list[re.Match]], name: str) -> Iterator[Instruction]:
+    in_hbm: dict[str, tuple[Array, ...]] = {}
+    operations: dict[str, str] = {}
+    for found in computations[name]:
+        label, shape, kind, rest = found.groups()
+        results = in_hbm[label] = tuple(array for array in arrays(shape) if array.in_hbm)
+        operands = re.findall(r"%([\w.-]+)", rest[: rest.index(")")])
+        named = re.search(r'op_name="([^"]*)"', rest)
+        inherited = (operations[name] for name in operands if operations.get(name))
+        operations[label] = named[1] if named else next(inherited, "")
+        if kind in ("while", "conditional", "call"):
+            called = re.findall(r"(?:body|condition|to_apply|_computation)=%([\w.-]+)", rest)
+            called += re.findall(
+                r"%([\w.-]+)", "".join(re.findall(r"computations=\{(.*?)\}", rest))
+            )
+            for inner in called:
+                yield from _follow(computations, inner)
+            continue
+        if kind in _MOVE_NOTHING or kind.endswith("-done"):
+            continue
+        if kind == "copy-start":
+            results = results[:1]  # the others are what it reads, and a flag
+        moved = [*results, *(array for name in operands for array in in_hbm.get(name, ()))]
+        cycles = re.search(r'"estimated_cycles":"(\d+)"', rest)
+        yield Instruction(
+            name=label,
+            kind=kind,
+            operation=operations[label],
+            results=results,
+            moved=sum(array.size for array in moved),
+            moved_unpadded=sum(array.unpadded for array in moved),
+            cycles=int(cycles[1]) if cycles else 0,
+        )
+
+
+def collectives(text: str) -> list[dict]:
+    """What the cores exchange: ``kind``, ``count``, ``bytes`` (of the results, unpadded)."""
+    counts: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for kind in _COLLECTIVES:
+        for shape in re.findall(rf"= (.*?) {kind}(?:-start)?\(", text):
+            counts[kind] += 1
+            sizes[kind] += sum(array.unpadded for array in arrays(shape))
+    return [{"kind": kind, "count": counts[kind], "bytes": sizes[kind]} for kind in counts]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A program that does not fit into memory.
+
+    Attributes:
+        used: bytes that it needs, as the compiler rounds them.
+        limit: bytes that there are.
+        buffers: the largest: ``operation``, ``shape``, ``bytes``, ``unpadded_bytes``.
+    """
+
+    used: int
+    limit: int
+    buffers: list[dict]
+
+
+def refusal(message: str) -> Refusal | None:
+    """Read the compiler's message; None if it is about something else than HBM."""
+    amounts = re.search(r"Used (\S+) of (\S+) hbm", message)
+    if "RESOURCE_EXHAUSTED" not in message or not amounts:
+        return None
+    listed = re.findall(
+        r"Size: (\S+)\n(?:\s+Operator: op_name=\"([^\"]*)\".*\n)?\s+Shape: (\S.*)\n"
+        r"\s+Unpadded size: (\S+)",
+        message,
+    )
+    buffers = [
+        {
+            "operation": operation,
+            "shape": shape,
+            "bytes": _amount(size),
+            "unpadded_bytes": _amount(unpadded),
+        }
+        for size, operation, shape, unpadded in listed
+    ]
+    return Refusal(_amount(amounts[1]), _amount(amounts[2]), buffers)
+
+
+def _amount(text: str) -> int:
+    """Bytes of an amount such as ``20.00G``, ``170.5K`` or ``512B``."""
+    number, unit = re.fullmatch(r"([\d.]+)([BKMGT]?)B?\.?", text).groups()
+    return round(float(number) * 1024 ** "BKMGT".index(unit or "B"))

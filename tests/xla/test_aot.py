@@ -1,0 +1,359 @@
+"""Programs for a TPU, compiled by its own compiler: tiny ones, each in a second or two."""
+
+import dataclasses
+import json
+import os
+import pickle
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from mshnet.xla import aot, runtime
+from mshnet.xla.aot_report import size
+from mshnet.xla.chips import CHIPS, UnknownTopology
+
+if not runtime.installed():
+    pytest.skip("torch_xla is not installed on this system", allow_module_level=True)
+
+KEYS = {
+    "topology",
+    "cores",
+    "hbm_bytes",
+    "hbm_limit_bytes",
+    "fits",
+    "bytes_accessed",
+    "flops",
+    "roofline_seconds",
+    "bound",
+    "collectives",
+    "compile_seconds",
+    "rooflines",
+    "layers",
+    "buffers",
+    "padding",
+    "program",
+    "libtpu",
+    "effort",
+    "cached",
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def answers(tmp_path_factory):
+    """A cache folder of these tests' own."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder / "torch_xla_aot"
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    """Whatever would start the compiler fails."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("the compiler was started")
+
+    monkeypatch.setattr(aot.subprocess, "Popen", refuse)
+
+
+def training(device):
+    """One convolution's training step, and its input."""
+    torch.manual_seed(0)
+    conv = nn.Conv2d(3, 16, 3, padding=1).to(device)
+    optimizer = torch.optim.SGD(conv.parameters(), lr=0.1)
+
+    def step(batch):
+        optimizer.zero_grad()
+        loss = conv(batch["images"]).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step, [{"images": torch.zeros(8, 3, 32, 32)}]
+
+
+@pytest.fixture(scope="module")
+def report(xla):
+    return aot.compile(*training(xla.device), topology="v5e:1x1")
+
+
+def test_a_training_step_compiles_and_everything_is_reported(report):
+    values = json.loads(json.dumps(report.as_dict()))
+    assert set(values) >= KEYS
+    assert report.fits and not report.cached
+    assert report.hbm_limit_bytes == CHIPS["v5e"].usable
+    # At least the images, and twice as many operations backward as forward, but for the images'
+    # own gradient.
+    assert report.arguments_bytes >= 8 * 3 * 32 * 32 * 4
+    forward = 2 * 8 * 16 * 32 * 32 * 27
+    assert 1.5 * forward < report.flops < 3.5 * forward
+    assert report.collectives == []
+    assert set(values["rooflines"]) == set(CHIPS)
+    assert values["rooflines"]["v5e"]["seconds"] == report.roofline_seconds
+    assert report.roofline_seconds == CHIPS["v5e"].roofline(report.flops, report.bytes_accessed)[0]
+
+
+def test_parameters_that_are_updated_in_place_count_once(report):
+    assert report.aliased_bytes > 0
+    assert report.hbm_bytes == (
+        report.arguments_bytes
+        + report.outputs_bytes
+        + report.temporaries_bytes
+        + report.code_bytes
+        - report.aliased_bytes
+    )
+
+
+def test_bytes_by_layer_are_the_compilers_bytes(report):
+    by_name = {layer["layer"]: layer for layer in report.layers}
+    assert {"Conv2d", "SGD"} <= set(by_name)
+    counted = sum(layer["bytes"] for layer in report.layers)
+    assert counted == pytest.approx(report.bytes_accessed, rel=0.01)
+    assert sum(layer["cycles"] for layer in report.layers) == report.cycles > 0
+    # 3 channels of 8 images fill a small part of a tile.
+    assert report.padding > 2
+    assert report.buffers[0]["bytes"] >= 8 * 16 * 32 * 32 * 4
+
+
+def test_the_table_says_what_it_is_and_names_layers(report):
+    text = report.table()
+    assert "an estimate by the TPU's compiler, not a run" in text
+    for part in ("fits", "Conv2d", "SGD", "padding", "v6e", "exchanged   nothing"):
+        assert part in text
+
+
+def test_the_same_step_again_is_answered_without_the_compiler(report, xla, no_compiler):
+    again = aot.compile(*training(xla.device), topology="v5e:1x1")
+    assert again.cached
+    assert dataclasses.replace(again, cached=False) == report
+
+
+@pytest.mark.parametrize(
+    "change", [{"topology": "v6e:1x1"}, {"effort": "full"}, {"use_cache": False}]
+)
+def test_another_question_is_not_answered_from_the_cache(report, xla, no_compiler, change):
+    with pytest.raises(AssertionError, match="the compiler was started"):
+        aot.compile(*training(xla.device), **{"topology": "v5e:1x1"} | change)
+
+
+def test_an_answer_that_was_cut_off_is_asked_for_again(report, xla, answers, no_compiler):
+    kept = {path: path.read_text() for path in answers.iterdir()}
+    for path, text in kept.items():
+        path.write_text(text[: len(text) // 2])
+    with pytest.raises(AssertionError, match="the compiler was started"):
+        aot.compile(*training(xla.device), topology="v5e:1x1")
+    for path, text in kept.items():
+        path.write_text(text)
+
+
+def test_layers_names_change_neither_the_program_nor_its_costs(report, xla, monkeypatch):
+    monkeypatch.setattr(aot.layers.LayerLabels, "__torch_dispatch__", unlabelled)
+    plain = aot.compile(*training(xla.device), topology="v5e:1x1", use_cache=False)
+    assert "Conv2d" not in {layer["layer"] for layer in plain.layers}
+    assert plain.program == report.program
+    for name in ("flops", "bytes_accessed", "temporaries_bytes", "aliased_bytes", "cycles"):
+        assert getattr(plain, name) == getattr(report, name)
+
+
+def unlabelled(self, function, types, args=(), kwargs=None):
+    return function(*args, **kwargs or {})
+
+
+class Outer(nn.Module):
+    """65,536² products of float32: 16 GiB, where 15.75 are usable."""
+
+    def forward(self, x):
+        return (x @ x.T).relu() + 1
+
+
+class Reduced(Outer):
+    """The same, and only its column sums are kept."""
+
+    def forward(self, x):
+        products = super().forward(x)
+        return products @ x + products.T @ x
+
+
+def test_a_program_that_does_not_fit_is_refused_with_amounts_and_its_largest_array(xla):
+    report = aot.compile(Reduced(), [torch.zeros(65536, 8)], topology="v5e:1x1")
+    assert (report.compiles, report.fits) == (False, False)
+    assert report.hbm_bytes > report.hbm_limit_bytes == 15.75 * 2**30
+    assert report.bytes_accessed is None and report.roofline_seconds is None
+    assert report.buffers[0]["bytes"] == 65536**2 * 4
+    assert report.buffers[0]["operation"].startswith("Reduced/")
+    text = report.table()
+    assert "DOES NOT FIT" in text and "15.75 GiB usable" in text and "Reduced/" in text
+    assert json.loads(json.dumps(report.as_dict()))["rooflines"] == {}
+
+
+def test_results_that_do_not_fit_are_noticed_although_the_compiler_does_not(xla):
+    report = aot.compile(Outer(), [torch.zeros(65536, 8)], topology="v5e:1x1")
+    assert (report.compiles, report.fits) == (True, False)
+    assert report.hbm_bytes > report.outputs_bytes == 65536**2 * 4 > report.hbm_limit_bytes
+    assert "DOES NOT FIT: 16.00 GiB needed" in report.table()
+
+
+SPMD = """
+import pickle, sys
+import torch
+from torch import nn
+from mshnet.xla import aot, runtime
+from mshnet.xla.spmd import DataMesh
+runtime.select_platform("CPU", 8)
+mesh = DataMesh()
+device = runtime.device()
+model = nn.Linear(4, 2, bias=False).to(device)
+mesh.replicate(model.parameters())
+images = mesh.split(2)
+import torch_xla.core.xla_model as xm
+[images] = xm.send_cpu_data_to_device([torch.zeros(16, 4)], device, images)
+def step(images):
+    loss = model(images).square().mean()
+    loss.backward()
+    return loss
+with open(sys.argv[1], "wb") as file:
+    pickle.dump(aot.trace(step, [images]), file)
+"""
+
+
+def test_eight_cores_reduce_the_loss_and_the_gradient(tmp_path):
+    file = tmp_path / "program"
+    environment = os.environ | {"PJRT_DEVICE": "CPU"}
+    subprocess.run([sys.executable, "-c", SPMD, str(file)], check=True, env=environment)
+    program = pickle.loads(file.read_bytes())
+    assert program.cores == 8
+    report = aot.compile_program(program, "v5e:2x4")
+    assert report.cores == 8
+    [reduced] = report.collectives
+    assert reduced["kind"] == "all-reduce"
+    assert reduced["bytes"] == (1 + 8) * 4  # a loss, and a gradient of 2 × 4
+    with pytest.raises(UnknownTopology, match="v5e:2x2 has 4 cores, and the program is for 8"):
+        aot.compile_program(program, "v5e:2x2")
+
+
+def test_an_unknown_topology_is_refused_before_anything_is_traced(no_compiler):
+    with pytest.raises(UnknownTopology, match="v5e:2x4"):
+        aot.compile(pytest.fail, topology="v9:1x1")
+
+
+def test_an_unknown_effort_is_refused(no_compiler):
+    with pytest.raises(ValueError, match="fast, full"):
+        aot.compile_program(b"", effort="much")
+
+
+@pytest.mark.parametrize("missing", ["jax", "libtpu"])
+def test_without_the_compiler_it_says_what_to_install(monkeypatch, missing):
+    find = aot.importlib.util.find_spec
+    monkeypatch.setattr(
+        aot.importlib.util, "find_spec", lambda name: None if name == missing else find(name)
+    )
+    with pytest.raises(aot.CompilerUnavailable, match=rf"needs {missing}, .*pip install jax=="):
+        aot.compile(pytest.fail)
+
+
+CUTS = {
+    "item": lambda y: y.sum().item(),
+    "a decision": lambda y: bool((y > 0).all()),
+    "cpu": lambda y: y.cpu(),
+    "copy": lambda y: torch.zeros(4).copy_(y),
+    "print": str,
+    "sync": lambda y: torch_xla_sync(),
+    "shape by values": lambda y: (y > 0).nonzero().shape,
+}
+
+
+def torch_xla_sync():
+    import torch_xla
+
+    torch_xla.sync()
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_step_that_is_more_than_one_program_is_refused(xla, cut):
+    def step(x):
+        y = x + 1
+        CUTS[cut](y)
+        return y * 2
+
+    with pytest.raises(aot.StepIsCut, match=r"reads a value|ran a part of itself"):
+        aot.trace(step, [torch.zeros(4)])
+    assert (torch.ones(2, device=xla.device) + 1).sum().item() == 4, "the device works as before"
+
+
+def test_a_step_that_needs_the_host_is_refused(xla):
+    net = nn.Sequential(nn.Conv2d(1, 2, 1), nn.Upsample(scale_factor=2, mode="bilinear"))
+    net.to(xla.device)
+    with pytest.raises(aot.StepIsCut, match="runs on the host"):
+        aot.trace(lambda x: net(x).sum().backward(), [torch.zeros(1, 1, 4, 4)])
+
+
+def test_a_step_that_leaves_nothing_to_compute_is_refused(xla):
+    with pytest.raises(aot.StepIsCut, match="must be on the XLA device"):
+        aot.trace(lambda: torch.ones(2) + 1)
+
+
+def test_results_of_two_steps_do_not_mix(xla):
+    step, inputs = training(xla.device)
+    first = aot.trace(step, inputs)
+    second = aot.trace(*training(xla.device))
+    assert second.digest == first.digest
+
+
+WORKERS = {
+    "killed": "import os; os.kill(os.getpid(), 9)",
+    "crashed": "import sys; print('something else'); sys.exit('no such shape')",
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("killed", "runs out of memory"), ("crashed", r"exit code 1: no such shape")],
+)
+def test_a_compiler_that_ends_without_an_answer_is_one_clear_line(
+    tmp_path, monkeypatch, kind, message
+):
+    worker = tmp_path / "worker.py"
+    worker.write_text(WORKERS[kind])
+    monkeypatch.setattr(aot, "_WORKER", worker)
+    with pytest.raises(aot.CompilerFailed, match=message) as raised:
+        aot.compile_program(b"program", use_cache=False)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_program_that_cannot_be_compiled_is_one_too():
+    with pytest.raises(aot.CompilerFailed):
+        aot.compile_program(b"no program", use_cache=False)
+
+
+def test_ctrl_c_takes_the_compiler_along(tmp_path, monkeypatch):
+    worker = tmp_path / "worker.py"
+    worker.write_text("import time; time.sleep(600)")
+    monkeypatch.setattr(aot, "_WORKER", worker)
+    started = []
+    popen = subprocess.Popen
+
+    def start(*args, **kwargs):
+        started.append(popen(*args, **kwargs))
+        return started[0]
+
+    def interrupt(seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(aot.subprocess, "Popen", start)
+    monkeypatch.setattr(time, "sleep", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        aot.compile_program(b"program", use_cache=False)
+    assert started[0].returncode == -9
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (15.75 * 2**30, "15.75 GiB")],
+)
+def test_sizes_are_in_the_compilers_units(number, text):
+    assert size(number) == text

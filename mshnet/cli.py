@@ -297,8 +297,7 @@ def _add_fold(parser: argparse.ArgumentParser) -> None:
     _add(
         parser,
         "fold",
-        "columns stored as channels, 1 to 16: fewer bytes for a TPU to move, the same result",
-        default_text="on a TPU, with fewer than 128 images a core, 8; otherwise 1",
+        "columns of a map stored as channels, 1 to 16: another layout, the same numbers",
     )
 
 

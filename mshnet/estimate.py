@@ -109,13 +109,7 @@ def compile_step(step: Step, effort: str = "fast", use_cache: bool = True) -> ao
         CompilerFailed: no answer.
     """
     return aot.compile_program(
-        trace(step),
-        step.topology,
-        step.config.num_cores,
-        effort,
-        use_cache,
-        someone_watches(),
-        runtime.TPU_FLAGS,
+        trace(step), step.topology, step.config.num_cores, effort, use_cache, someone_watches()
     )
 
 
@@ -142,7 +136,7 @@ def _trace(step: Step) -> aot.Program:
     runtime.select_platform("CPU", config.num_cores)
     backend = (SpmdBackend if config.num_cores > 1 else XlaBackend)(config.precision)
     model = MSHNet(widths=config.widths, depths=config.depths)
-    model.fold = config.columns_folded(runtime.TPU_LANES, config.num_cores)
+    model.fold = config.fold
     size = config.base_size
     images = torch.zeros(config.batch_size, config.channels, size, size, dtype=torch.uint8)
     masks = torch.zeros(config.batch_size, 1, size, size, dtype=torch.uint8)

@@ -31,7 +31,6 @@ class Backend:
         device: where the model and the batches live.
         label: for people, such as ``"cuda: NVIDIA L4"``.
         cores: that share a global batch, on all hosts.
-        lanes: of the tiles that maps are stored in; 1 where a map's layout does not matter.
         loads: what this process loads of every global batch.
         holds: what it gets back of every global batch.
         writer: whether this process writes the run's files; one of all does.
@@ -39,7 +38,6 @@ class Backend:
     """
 
     cores = 1
-    lanes = 1
     loads: Part = WHOLE
     holds: Part = WHOLE
     writer = True
@@ -169,7 +167,6 @@ class XlaBackend(Backend):
         if compile_cache:
             runtime.enable_compile_cache(compile_cache)
         super().__init__(runtime.device(), runtime.describe(), precision)
-        self.lanes = runtime.lanes()
 
     def feed(self, loader: DataLoader) -> Iterable[list[Tensor]]:
         return runtime.DeviceFeed(loader, self.device)

@@ -38,7 +38,7 @@ class Config:
     num_cores: int = 1  # of this machine
     strategy: str = "spmd"  # how several cores share the work
     precision: str = "fp32"
-    fold: int | None = None  # columns folded into channels; None: see columns_folded
+    fold: int = 1  # columns folded into channels, see MSHNet.fold
     channels: int = 1  # kept of each image; one is repeated for the network's three
     cache: str = "ram"
     workers: int = dataclasses.field(default_factory=default_workers)
@@ -84,30 +84,14 @@ class Config:
             ("strategy", STRATEGIES),
             ("cache", CACHES),
             ("channels", (1, 3)),
-            ("fold", (None, *FOLDS)),
+            ("fold", FOLDS),
         ):
             if getattr(self, name) not in choices:
-                named = (str(choice) for choice in choices if choice is not None)
-                self._refuse(name, f"must be one of {', '.join(named)}")
+                self._refuse(name, "must be one of " + ", ".join(map(str, choices)))
 
     def _refuse(self, name: str, rule: str) -> None:
         flag = "--" + name.replace("_", "-")
         raise RequestError(f"{flag} {getattr(self, name)}: {rule}")
-
-    def columns_folded(self, lanes: int, cores: int) -> int:
-        """``MSHNet.fold`` for a device: so many columns that the finest maps fill its lanes.
-
-        With a batch that fills them by itself, none.
-
-        Args:
-            lanes: of the device, see :class:`~mshnet.training.backend.Backend`.
-            cores: that share a global batch.
-        """
-        if self.fold is not None:
-            return self.fold
-        if self.batch_size // cores >= lanes:
-            return 1
-        return max(f for f in FOLDS if f * self.widths[0] <= max(lanes, self.widths[0]))
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as written to ``config.json`` and into checkpoints."""

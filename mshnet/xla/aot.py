@@ -159,7 +159,6 @@ def compile_program(
     effort: str = "fast",
     use_cache: bool = True,
     progress: bool | None = None,
-    flags: dict[str, str] | None = None,
 ) -> Report:
     """Compile a program for a TPU, in another process.
 
@@ -171,7 +170,6 @@ def compile_program(
             and may move more bytes or refuse more; ``"full"`` is what a TPU's user gets.
         use_cache: take an earlier answer about the same program, if there is one.
         progress: show that the compiler is at work; default: where somebody watches.
-        flags: for the compiler, as in ``XLA_FLAGS`` but without dashes.
 
     Raises:
         UnknownTopology: no such slice, or it has fewer cores.
@@ -195,7 +193,6 @@ def compile_program(
         "options": {"chips_per_host_bounds": [1, 1, 1]} if set(slice_.sides) == {1} else {},
         "cores": cores,
         "effort": effort,
-        "flags": flags or {},
         "aliases": program.aliases,
     }
     kept = cache_folder() / f"{_digest(program, request)}.json"
@@ -297,7 +294,6 @@ def _run_worker(folder: Path, what: str, progress: bool | None) -> None:
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",  # do not look for a TPU VM's metadata server
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # nobody's TPU is taken by compiling
-        "MALLOC_ARENA_MAX": "1",  # the compiler frees much, in other threads than allocated it
     }
     with (folder / "log").open("w+b") as log:
         # -P: this folder's modules are not for import as `runtime` and `launch`.

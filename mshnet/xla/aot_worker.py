@@ -26,8 +26,7 @@ def compile_program(program: bytes, request: dict) -> tuple[dict, str]:
 
     Args:
         program: StableHLO bytecode, as a portable artifact.
-        request: ``topology``, ``options`` (of its description), ``cores``, ``effort``,
-            ``flags``, ``aliases``.
+        request: ``topology``, ``options`` (of its description), ``cores``, ``effort``, ``aliases``.
 
     Returns:
         Sizes, costs and seconds, and the text of the compiled program.
@@ -45,7 +44,6 @@ def compile_program(program: bytes, request: dict) -> tuple[dict, str]:
     options.device_assignment = xla_client.DeviceAssignment.create(
         np.array([[device.id for device in devices]])
     )
-    options.env_option_overrides = list(request["flags"].items())
     build = options.executable_build_options
     build.num_replicas, build.num_partitions = 1, cores
     build.device_assignment = options.device_assignment

@@ -22,12 +22,6 @@ from .counts import Counters
 
 VIRTUAL_CORES = 8  # cores that XLA on the CPU can be asked for: as many as one TPU machine has
 
-TPU_LANES = 128  # of the tiles that a TPU stores arrays in
-
-# Of batches below 8 the TPU's compiler would cut maps into strips, and call those a batch. That may
-# help narrow maps; MSHNet's are wide (mshnet.fold), and all it does to them is copy.
-TPU_FLAGS = {"xla_disable_hlo_passes": "space-to-batch-converter"}
-
 # How chips lie on a host's board, by their number: x, y, z of Google's topology variables.
 _BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 
@@ -127,9 +121,6 @@ def select_platform(name: str, cores: int = 1, processes: int = 1) -> None:
         os.environ["CPU_NUM_DEVICES"] = str(cores // processes)
         return
     forget_stale_variables()
-    given = os.environ.get("XLA_FLAGS", "")
-    flags = (f"--{flag}={value}" for flag, value in TPU_FLAGS.items() if flag not in given)
-    os.environ["XLA_FLAGS"] = " ".join([*given.split(), *flags])
     if 1 < cores < tpu_cores():
         chips = cores // _cores_per_chip()
         if processes == 1:  # all chosen chips in one process
@@ -184,13 +175,6 @@ def describe() -> str:
     cores = f"{used} of {there} cores" if used < there else f"{used} core{'s' * (used > 1)}"
     hosts = f" on {xr.process_count()} hosts" if xr.is_spmd() and xr.process_count() > 1 else ""
     return f"XLA on {xr.device_type()}, {cores}{hosts}"
-
-
-def lanes() -> int:
-    """Lanes of the tiles that the device stores arrays in; 1 where there are no tiles."""
-    import torch_xla.runtime as xr
-
-    return TPU_LANES if xr.device_type() == "TPU" else 1
 
 
 def rng_state() -> int:

@@ -115,10 +115,11 @@ def test_the_traced_graph_does_not_grow_with_the_batch(xla):
     assert 0 < small == large
 
 
-def test_bfloat16_trains_without_fallback():
+@pytest.mark.parametrize("fold", [1, 8])
+def test_bfloat16_trains_without_fallback(fold):
     backend = backends.choose("tpu", precision="bf16")
     before = runtime.counters()
-    run = Run(backend)
+    run = Run(backend, fold)
     losses = [run.step(1, batch(seed)).item() for seed in range(3)]
     counted = runtime.counters() - before
     assert all(torch.isfinite(torch.tensor(losses)))

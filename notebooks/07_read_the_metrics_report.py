@@ -496,8 +496,8 @@ assert any("before_optimizations" in name for name in dumped)
 # %%
 beside = Path("../benchmarks")
 if not beside.is_dir():  # Colab and Kaggle: what is installed is the package alone
-    clone = ["git", "clone", "-q", "--depth", "1", "{{repository}}", "clone"]
-    subprocess.run(clone, check=True)
+    address = "{{repository}}"
+    subprocess.run(["git", "clone", "-q", "--depth", "1", address, "clone"], check=True)
     beside = Path("clone/benchmarks")
 sys.path.insert(0, str(beside))
 

@@ -52,9 +52,10 @@ def train_step(
     with backend.autocast():
         scales, fused = model(normalize(images), epoch > warm_epoch)
     loss = multiscale_loss(criterion, scales, fused, masks.float(), warm_epoch, epoch)
-    optimizer.zero_grad(set_to_none=True)
     loss.backward()
     backend.optimizer_step(optimizer)
+    # Now and not before the next step: what is alive where a step ends is a result, to be stored.
+    optimizer.zero_grad(set_to_none=True)
     return loss.detach()
 
 

@@ -14,7 +14,7 @@ and then its all-reduces, as if nothing of them were hidden behind computation:
 * latency: as many hops as it takes along both axes of the slice and back, each all-reduce anew
 
 Left out: the host that loads and uploads batches, evaluation, and what the compiler would do with
-more effort. A program takes one to three minutes and up to 15 GB of the host's memory.
+more effort. A program takes about a minute and 3 GB of the host's memory.
 """
 
 import argparse

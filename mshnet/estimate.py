@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Adagrad
 
+from . import lanes
 from .errors import RequestError
 from .jobs import require_shares
 from .loss import SLSIoULoss
@@ -48,10 +49,17 @@ class Step:
         """Of one core."""
         return self.config.batch_size // self.config.num_cores
 
+    @property
+    def fold(self) -> int:
+        """What the network's ``fold`` is, on a TPU."""
+        given = self.config.fold
+        return lanes.wanted(self.images) if given is None else given
+
     def as_dict(self) -> dict[str, Any]:
         """What was asked for, as plain values."""
-        names = ("batch_size", "base_size", "precision", "channels", "fold")
-        return {name: getattr(self.config, name) for name in names} | {"phase": self.phase}
+        names = ("batch_size", "base_size", "precision", "channels")
+        given = {name: getattr(self.config, name) for name in names}
+        return given | {"fold": self.fold, "phase": self.phase}
 
     def __str__(self) -> str:
         """For people."""
@@ -109,7 +117,13 @@ def compile_step(step: Step, effort: str = "fast", use_cache: bool = True) -> ao
         CompilerFailed: no answer.
     """
     return aot.compile_program(
-        trace(step), step.topology, step.config.num_cores, effort, use_cache, someone_watches()
+        trace(step),
+        step.topology,
+        step.config.num_cores,
+        effort,
+        use_cache,
+        someone_watches(),
+        runtime.TPU_FLAGS,
     )
 
 
@@ -136,7 +150,7 @@ def _trace(step: Step) -> aot.Program:
     runtime.select_platform("CPU", config.num_cores)
     backend = (SpmdBackend if config.num_cores > 1 else XlaBackend)(config.precision)
     model = MSHNet(widths=config.widths, depths=config.depths)
-    model.fold = config.fold
+    model.fold = step.fold
     size = config.base_size
     images = torch.zeros(config.batch_size, config.channels, size, size, dtype=torch.uint8)
     masks = torch.zeros(config.batch_size, 1, size, size, dtype=torch.uint8)

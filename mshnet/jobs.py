@@ -225,7 +225,7 @@ def predict_files(
         open_image(path)
     model, full = _model(config, config.weight_path)
     backend = _backend(config, say)
-    model.fold = config.fold
+    model.fold = backend.fold(config)
     backend.move(model)
     batch_size = min(config.batch_size, len(paths))
     rows = predict(model, backend, paths, out, config.base_size, config.channels, full, batch_size)
@@ -317,7 +317,7 @@ def _evaluate(
     config: Config, model: MSHNet, backend: backends.Backend, store: SampleStore, full: bool
 ) -> tuple[DetectionMetrics, dict[int, torch.Tensor]]:
     """Metrics of a split, and the logits of some of its first images, by index, for a picture."""
-    model.fold = config.fold
+    model.fold = backend.fold(config)
     dataset = EvaluationSet(store, config.base_size)
     loader = evaluation_loader(dataset, config.batch_size, 0, backend.loads)
     normalize = Normalize()

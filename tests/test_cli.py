@@ -150,7 +150,7 @@ BAD_TRAINING = [
     (sound, "--base-size 100", "--base-size 100: must be a multiple of 16, for example 96"),
     (sound, "--crop-size 40", "--crop-size 40: must be a multiple of 16, for example 32"),
     (sound, "--channels 2", "--channels 2: must be one of 1, 3"),
-    (sound, "--fold 3", "--fold 3: must be one of 1, 2, 4, 8, 16"),
+    (sound, "--fold 3", "--fold 3: must be one of 0, 1, 2, 4, 8, 16"),
     (sound, "--precision fp16", "argument --precision: invalid choice: 'fp16'"),
     (sound, "--device gpu", "argument --device: invalid choice: 'gpu'"),
     (sound, "--use-tpu", "Runtime > Change runtime type > v5e-1 TPU"),

@@ -71,7 +71,7 @@ def test_the_command_reports_in_json_and_answers_again_from_its_cache(
     assert (values["fits"], values["cached"], values["cores"]) == (True, False, 1)
     assert (values["phase"], values["batch_size"], values["precision"]) == ("eval", 1, "bf16")
     assert values["hbm_bytes"] > values["arguments_bytes"] > 4 * 4_000_000  # 4 M parameters
-    assert any(layer["layer"] == "MSHNet.decoder_0.0.conv1" for layer in values["layers"])
+    assert any(layer["layer"] == "MSHNet.decoder_0.0" for layer in values["layers"])
 
     code, output, _ = run(capsys, *flags)
     assert code == 0
@@ -98,6 +98,21 @@ def test_a_wrong_request_is_one_line_and_nothing_is_traced(capsys, monkeypatch, 
     code, output, errors = run(capsys, *flags)
     assert (code, output) == (2, "")
     assert words in errors and errors.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("topology", "batch_size", "given", "columns"),
+    [
+        ("v5e:1x1", 32, None, 8),
+        ("v5e:1x1", 128, None, 1),
+        ("v5e:2x4", 128, None, 8),
+        ("v5e:1x1", 32, 0, 0),
+    ],
+)
+def test_the_step_is_the_one_that_a_tpu_would_take(topology, batch_size, given, columns):
+    step = estimate.request({"batch_size": batch_size, "fold": given}, "train", topology)
+    assert step.as_dict()["fold"] == columns
+    assert step.with_images(128).fold == (1 if given is None else given)
 
 
 def test_without_the_compiler_the_command_says_what_to_install(capsys, monkeypatch):

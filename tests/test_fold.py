@@ -1,17 +1,15 @@
-"""Folded layers and the folded network: the same numbers as without."""
-
-import copy
+"""Folded maps: the same numbers as without."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.nn import functional as F
 
-from mshnet import MSHNet, fold
-from mshnet.model import FOLDS, upsample
+from mshnet import fold
 
-WIDTHS = (4, 8, 16, 32, 64)
+FOLDS = (1, 2, 4, 8, 16)
 folds = st.sampled_from(FOLDS)
 
 
@@ -46,18 +44,17 @@ def test_pooling_leaves_every_other_column(f):
     torch.testing.assert_close(fold.unfold(kept, f // 2), F.max_pool2d(x, 2))
 
 
-@pytest.mark.parametrize("f", FOLDS[:-1])
-@pytest.mark.parametrize(("height", "columns"), [(1, 1), (2, 1), (5, 3)])
-def test_doubling_is_bilinear_upsampling(f, height, columns):
-    x = maps(3, height, columns, f).requires_grad_()
-    got = fold.unfold(fold.double(fold.fold(x, f), f), 2 * f)
-    expected = F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=True)
-    # Places and shares are float32, here and in upsample().
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
-    weights = torch.randn_like(expected)
-    [ours] = torch.autograd.grad((got * weights).sum(), x)
-    [theirs] = torch.autograd.grad((upsample(x, 2) * weights).sum(), x)
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize("f", FOLDS)
+@pytest.mark.parametrize("copies", [1, 3])
+def test_a_layer_takes_folded_maps_and_what_pooling_leaves(f, copies):
+    layer = nn.Conv2d(3, 4, 3, padding=1).double()
+    x = maps(3, 6, 4, f)
+    got = fold.conv2d(fold.fold(x, f), layer, f, copies).unflatten(1, (copies, -1))
+    for copy in got.unbind(1):
+        torch.testing.assert_close(fold.unfold(copy, f), layer(x))
+    if f > 1:
+        got = fold.conv2d(fold.max_pool(fold.fold(x, f), f), layer, f // 2)
+        torch.testing.assert_close(fold.unfold(got, f // 2), layer(F.max_pool2d(x, 2)))
 
 
 @pytest.mark.parametrize("f", FOLDS)
@@ -73,45 +70,3 @@ def test_mean_and_peak_of_channels_and_their_gradients(f, channels):
     [ours] = torch.autograd.grad((got * weights).sum(), x)
     [theirs] = torch.autograd.grad((expected * weights).sum(), x)
     torch.testing.assert_close(ours, theirs)
-
-
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("f", FOLDS[1:])
-def test_a_folded_network_is_the_network(f, training):
-    torch.manual_seed(0)
-    plain = MSHNet(widths=WIDTHS).train(training)
-    folded = copy.deepcopy(plain)
-    folded.fold = f
-    images = torch.randn(2, 3, 32, 48)
-    for model in (plain, folded):
-        scales, fused = model(images, True)
-        model.maps = [fused, *scales]
-        sum(x.square().mean() for x in model.maps).backward()
-    for ours, theirs in zip(folded.maps, plain.maps, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    for ours, theirs in zip(folded.parameters(), plain.parameters(), strict=True):
-        assert (ours.grad - theirs.grad).norm() <= 1e-3 * theirs.grad.norm() + 1e-5
-    for ours, theirs in zip(folded.buffers(), plain.buffers(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-
-
-def test_folding_is_no_part_of_the_weights():
-    folded = MSHNet(widths=WIDTHS)
-    folded.fold = 8
-    assert list(folded.state_dict()) == list(MSHNet(widths=WIDTHS).state_dict())
-
-
-def test_levels_of_one_width_fold_too():
-    torch.manual_seed(0)
-    plain = MSHNet(widths=(2, 2, 2, 2, 2))  # no shortcut convolutions: columns to be ignored go on
-    folded = copy.deepcopy(plain)
-    folded.fold = 16
-    images = torch.randn(2, 3, 16, 32)
-    torch.testing.assert_close(
-        folded(images, False)[1], plain(images, False)[1], rtol=1e-4, atol=1e-5
-    )
-
-
-def test_a_fold_that_is_none_is_refused():
-    with pytest.raises(ValueError, match="fold 3: must be one of 1, 2, 4, 8, 16"):
-        MSHNet(widths=WIDTHS).fold = 3

@@ -5,10 +5,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn import functional as F
 
 from mshnet import MSHNet
-from mshnet.model import upsample
 
 NARROW = {"widths": (4, 4, 8, 8, 16), "depths": (1, 1, 1, 1, 1)}
 
@@ -22,38 +20,6 @@ def narrow():
 @pytest.fixture
 def images():
     return torch.randn(2, 3, 32, 48, generator=torch.Generator().manual_seed(1))
-
-
-# --- upsampling ----------------------------------------------------------------------------------
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    height=st.integers(1, 20),
-    width=st.integers(1, 20),
-    scale=st.sampled_from([2, 3, 4, 8]),
-    seed=st.integers(0, 99),
-)
-def test_upsampling_is_bilinear_with_aligned_corners(height, width, scale, seed):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(2, 3, height, width, generator=generator, requires_grad=True)
-    weight = torch.randn(2, 3, height * scale, width * scale, generator=generator)
-    ours = upsample(x, scale)
-    usual = F.interpolate(x, scale_factor=scale, mode="bilinear", align_corners=True)
-    torch.testing.assert_close(ours, usual, rtol=1e-5, atol=2e-5)
-    gradients = [torch.autograd.grad((y * weight).sum(), x)[0] for y in (ours, usual)]
-    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-4)
-
-
-def test_upsampling_keeps_corners_and_constants_exactly():
-    x = torch.randn(1, 1, 8, 8)
-    large = upsample(x, 4)
-    assert torch.equal(large[..., ::31, ::31], x[..., ::7, ::7])
-    torch.testing.assert_close(upsample(torch.ones(1, 1, 5, 9), 8), torch.ones(1, 1, 40, 72))
-
-
-def test_upsampling_keeps_the_dtype():
-    assert upsample(torch.ones(1, 1, 4, 4, dtype=torch.bfloat16), 2).dtype == torch.bfloat16
 
 
 # --- outputs -------------------------------------------------------------------------------------

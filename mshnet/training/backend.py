@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from .. import lanes
 from ..data.feed import WHOLE, Part
 from ..errors import RequestError
 from ..xla import runtime
 from ..xla.launch import Replicas
 from ..xla.runtime import Counters
 from ..xla.spmd import DataMesh
+from .config import Config
 from .folder import require_writable
 
 WHERE_EIGHT = (
@@ -47,6 +49,10 @@ class Backend:
         self.device = device
         self.label = label
         self.precision = precision
+
+    def fold(self, config: Config) -> int:
+        """How the network is to compute here, for ``MSHNet.fold``."""
+        return config.fold or 0
 
     def move(self, module: nn.Module) -> None:
         """Move a module to the device, in place.
@@ -167,6 +173,11 @@ class XlaBackend(Backend):
         if compile_cache:
             runtime.enable_compile_cache(compile_cache)
         super().__init__(runtime.device(), runtime.describe(), precision)
+
+    def fold(self, config: Config) -> int:
+        if config.fold is None and runtime.requested_platform() == "TPU":
+            return lanes.wanted(config.batch_size // self.cores)
+        return super().fold(config)
 
     def feed(self, loader: DataLoader) -> Iterable[list[Tensor]]:
         return runtime.DeviceFeed(loader, self.device)

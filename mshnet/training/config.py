@@ -38,7 +38,7 @@ class Config:
     num_cores: int = 1  # of this machine
     strategy: str = "spmd"  # how several cores share the work
     precision: str = "fp32"
-    fold: int = 1  # columns folded into channels, see MSHNet.fold
+    fold: int | None = None  # how the network computes, see MSHNet.fold; None: as suits the device
     channels: int = 1  # kept of each image; one is repeated for the network's three
     cache: str = "ram"
     workers: int = dataclasses.field(default_factory=default_workers)
@@ -84,10 +84,11 @@ class Config:
             ("strategy", STRATEGIES),
             ("cache", CACHES),
             ("channels", (1, 3)),
-            ("fold", FOLDS),
+            ("fold", (None, *FOLDS)),
         ):
             if getattr(self, name) not in choices:
-                self._refuse(name, "must be one of " + ", ".join(map(str, choices)))
+                named = (str(choice) for choice in choices if choice is not None)
+                self._refuse(name, "must be one of " + ", ".join(named))
 
     def _refuse(self, name: str, rule: str) -> None:
         flag = "--" + name.replace("_", "-")

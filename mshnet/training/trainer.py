@@ -78,7 +78,7 @@ class Trainer:
 
         torch.manual_seed(config.seed)
         self.model = MSHNet(widths=config.widths, depths=config.depths)
-        self.model.fold = config.fold
+        self.model.fold = backend.fold(config)
         if resume:
             checkpoint.fill(self.model, resume["net"], run_folder / checkpoint.CHECKPOINT)
             self.best = resume["best"]

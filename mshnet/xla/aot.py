@@ -58,6 +58,7 @@ def compile(
     effort: str = "fast",
     use_cache: bool = True,
     progress: bool | None = None,
+    flags: str = "",
 ) -> Report:
     """Trace one step, and compile it for a TPU.
 
@@ -77,6 +78,7 @@ def compile(
         effort: see :func:`compile_program`.
         use_cache: see :func:`compile_program`.
         progress: see :func:`compile_program`.
+        flags: see :func:`compile_program`.
 
     Raises:
         StepIsCut: the step is more or less than one program.
@@ -86,7 +88,8 @@ def compile(
     """
     require_compiler()
     slice_ = Topology.parse(topology)
-    return compile_program(trace(step, inputs), str(slice_), None, effort, use_cache, progress)
+    program = trace(step, inputs)
+    return compile_program(program, str(slice_), None, effort, use_cache, progress, flags)
 
 
 def trace(step: Callable, inputs: tuple | list = ()) -> Program:
@@ -159,6 +162,7 @@ def compile_program(
     effort: str = "fast",
     use_cache: bool = True,
     progress: bool | None = None,
+    flags: str = "",
 ) -> Report:
     """Compile a program for a TPU, in another process.
 
@@ -170,6 +174,7 @@ def compile_program(
             and may move more bytes or refuse more; ``"full"`` is what a TPU's user gets.
         use_cache: take an earlier answer about the same program, if there is one.
         progress: show that the compiler is at work; default: where somebody watches.
+        flags: what ``XLA_FLAGS`` will be on the TPU; this process's own are the CPU's.
 
     Raises:
         UnknownTopology: no such slice, or it has fewer cores.
@@ -194,6 +199,7 @@ def compile_program(
         "cores": cores,
         "effort": effort,
         "aliases": program.aliases,
+        "flags": flags,
     }
     kept = cache_folder() / f"{_digest(program, request)}.json"
     if use_cache and (report := _kept(kept)):
@@ -262,7 +268,7 @@ def _ask(program: Program, request: dict, slice_: Topology, progress: bool | Non
         folder = Path(name)
         (folder / "program.bc").write_bytes(program.stablehlo)
         (folder / "request.json").write_text(json.dumps(request))
-        _run_worker(folder, f"compiling for {slice_}", progress)
+        _run_worker(folder, f"compiling for {slice_}", progress, request["flags"])
         answer = json.loads((folder / "answer.json").read_text())
         about = {
             "topology": str(slice_),
@@ -273,10 +279,16 @@ def _ask(program: Program, request: dict, slice_: Topology, progress: bool | Non
         }
         if "error" in answer:
             return _refused(answer["error"], about)
-        return _accepted(answer, (folder / "program.hlo").read_text(), about, slice_)
+        return _accepted(answer, _compiled(folder), about, slice_)
 
 
-def _run_worker(folder: Path, what: str, progress: bool | None) -> None:
+def _compiled(folder: Path) -> str:
+    """The compiled program, as the compiler writes it."""
+    [path] = (folder / "dump").glob("*.after_codegen.txt")
+    return path.read_text()
+
+
+def _run_worker(folder: Path, what: str, progress: bool | None, flags: str = "") -> None:
     """Run the compiler's process to its end.
 
     Raises:
@@ -294,6 +306,7 @@ def _run_worker(folder: Path, what: str, progress: bool | None) -> None:
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",  # do not look for a TPU VM's metadata server
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # nobody's TPU is taken by compiling
+        "XLA_FLAGS": f"{flags} --xla_dump_to={folder / 'dump'} --xla_dump_hlo_as_text",
     }
     with (folder / "log").open("w+b") as log:
         # -P: this folder's modules are not for import as `runtime` and `launch`.

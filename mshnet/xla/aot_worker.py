@@ -1,8 +1,11 @@
 """The process that compiles for a TPU: ``python -P aot_worker.py FOLDER``.
 
 It reads ``program.bc`` and ``request.json`` from the folder and leaves ``answer.json`` and, of a
-program that fits, ``program.hlo``. It is a process of its own so that libtpu, which takes gigabytes
-and aborts on some errors, is never loaded where a model lives. It imports nothing of the package.
+program that fits, the compiled program in ``dump``: the compiler writes it on its way. (To ask the
+executable for it takes minutes and up to 40 GB, as the machine code is read back with it.)
+
+It is a process of its own so that libtpu, which takes gigabytes and aborts on some errors, is never
+loaded where a model lives. It imports nothing of the package.
 """
 
 import io
@@ -21,7 +24,7 @@ from jaxlib.mlir.dialects import stablehlo
 LEAST_EFFORT = -1.0  # of a scale from -1 to 1
 
 
-def compile_program(program: bytes, request: dict) -> tuple[dict, str]:
+def compile_program(program: bytes, request: dict) -> dict:
     """Compile StableHLO for the slice that the request names.
 
     Args:
@@ -29,7 +32,7 @@ def compile_program(program: bytes, request: dict) -> tuple[dict, str]:
         request: ``topology``, ``options`` (of its description), ``cores``, ``effort``, ``aliases``.
 
     Returns:
-        Sizes, costs and seconds, and the text of the compiled program.
+        Sizes, costs and seconds.
 
     Raises:
         RuntimeError: the compiler refuses; RESOURCE_EXHAUSTED if the program does not fit.
@@ -55,7 +58,7 @@ def compile_program(program: bytes, request: dict) -> tuple[dict, str]:
     executable = devices[0].client.compile(module, xla_client.DeviceList(tuple(devices)), options)
     seconds = time.monotonic() - started
     memory, costs = executable.get_compiled_memory_stats(), executable.cost_analysis()
-    answer = {
+    return {
         "arguments": memory.argument_size_in_bytes,
         "outputs": memory.output_size_in_bytes,
         "aliased": memory.alias_size_in_bytes,
@@ -66,7 +69,6 @@ def compile_program(program: bytes, request: dict) -> tuple[dict, str]:
         "accessed": costs["bytes accessed"],
         "compile_seconds": seconds,
     }
-    return answer, executable.hlo_modules()[0].to_string()
 
 
 def with_aliases(program: bytes, aliases: list[list[int]]) -> bytes:
@@ -95,8 +97,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     request = json.loads((folder / "request.json").read_text())
     try:
-        answer, text = compile_program((folder / "program.bc").read_bytes(), request)
-        (folder / "program.hlo").write_text(text)
+        answer = compile_program((folder / "program.bc").read_bytes(), request)
     except RuntimeError as error:
         answer = {"error": str(error)}
     answer["libtpu"] = metadata.version("libtpu")

@@ -22,6 +22,10 @@ from .counts import Counters
 
 VIRTUAL_CORES = 8  # cores that XLA on the CPU can be asked for: as many as one TPU machine has
 
+# Of XLA, for a TPU. The pass cuts the maps of fewer than 8 images into strips, as more images, and
+# copies them to and fro: by the compiler's account, half of all bytes of such a step.
+TPU_FLAGS = "--xla_disable_hlo_passes=space-to-batch-converter"
+
 # How chips lie on a host's board, by their number: x, y, z of Google's topology variables.
 _BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 
@@ -121,6 +125,9 @@ def select_platform(name: str, cores: int = 1, processes: int = 1) -> None:
         os.environ["CPU_NUM_DEVICES"] = str(cores // processes)
         return
     forget_stale_variables()
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_disable_hlo_passes" not in flags:  # else somebody tries something
+        os.environ["XLA_FLAGS"] = f"{flags} {TPU_FLAGS}".strip()
     if 1 < cores < tpu_cores():
         chips = cores // _cores_per_chip()
         if processes == 1:  # all chosen chips in one process

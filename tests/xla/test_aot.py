@@ -330,6 +330,14 @@ def test_a_program_that_cannot_be_compiled_is_one_too():
         aot.compile_program(b"no program", use_cache=False)
 
 
+def test_flags_reach_the_compiler_and_this_process_s_own_do_not(monkeypatch, xla):
+    program = aot.trace(lambda x: x + 1, [torch.zeros(4)])
+    monkeypatch.setenv("XLA_FLAGS", "--xla_no_such_flag=1")
+    assert aot.compile_program(program).compiles
+    with pytest.raises(aot.CompilerFailed, match="xla_no_such_flag=2"):
+        aot.compile_program(program, flags="--xla_no_such_flag=2")
+
+
 def test_ctrl_c_takes_the_compiler_along(tmp_path, monkeypatch):
     worker = tmp_path / "worker.py"
     worker.write_text("import time; time.sleep(600)")

@@ -1,6 +1,7 @@
 """The runtime's counters, its feed, and the gate before it."""
 
 import importlib.metadata
+import os
 import threading
 
 import pytest
@@ -9,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from mshnet import RequestError
 from mshnet.training import backend as backends
+from mshnet.training.config import Config
 from mshnet.xla import runtime
 
 
@@ -71,3 +73,39 @@ def test_versions_that_do_not_belong_together_are_refused(monkeypatch):
 def test_scalars_may_not_be_put_on_the_device(xla):
     with pytest.raises(AssertionError, match="constant of the graph"):
         xla.put(torch.tensor(0.0))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("", runtime.TPU_FLAGS),
+        ("--xla_dump_to=there", f"--xla_dump_to=there {runtime.TPU_FLAGS}"),
+        ("--xla_disable_hlo_passes=fusion", "--xla_disable_hlo_passes=fusion"),
+    ],
+)
+def test_a_tpu_gets_its_flags_beside_the_users(monkeypatch, before, after):
+    monkeypatch.setenv("XLA_FLAGS", before)
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    runtime.select_platform("CPU")
+    assert os.environ["XLA_FLAGS"] == before
+    runtime.select_platform("TPU")
+    assert os.environ["XLA_FLAGS"] == after
+
+
+@pytest.mark.parametrize(
+    ("platform", "given", "batch_size", "columns"),
+    [
+        ("CPU", None, 4, 0),
+        ("CPU", 8, 4, 8),
+        ("TPU", None, 4, 8),
+        ("TPU", None, 127, 8),
+        ("TPU", None, 128, 1),
+        ("TPU", 0, 4, 0),
+    ],
+)
+def test_the_network_computes_as_suits_the_device(
+    xla, monkeypatch, platform, given, batch_size, columns
+):
+    monkeypatch.setenv("PJRT_DEVICE", platform)
+    assert xla.fold(Config(fold=given, batch_size=batch_size)) == columns
+    assert backends.Backend(torch.device("cpu"), "cpu").fold(Config(fold=given)) == (given or 0)

@@ -148,7 +148,8 @@ class _MeanAndPeak(torch.autograd.Function):
         # Channels that share the maximum share its gradient, as amax has it.
         if f == 1:
             mean = gradient[:, :1] * (1 / x.shape[1])
-            peak = gradient[:, 1:] / hit.to(torch.float32).sum(1, keepdim=True).to(x.dtype)
+            count = hit.sum(1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+            peak = gradient[:, 1:] / count.to(x.dtype)
             return mean + peak * hit, None
         groups = _groups(x, f)
         shares = F.conv2d(hit, groups.transpose(0, 1))

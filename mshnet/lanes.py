@@ -151,7 +151,7 @@ def _attended(x: Tensor, norm: nn.BatchNorm2d, attention: nn.Module, f: int) -> 
     # The peak of scale·x + shift is where x is largest or least: scale has its weight's sign.
     sign = norm.weight.detach().sign()
     peak = _Peak.apply((x * _pixels(sign, f)).to(x.dtype), f) * sign
-    weights = attention.weights(mean * scale + shift, peak * scale + shift).float()
+    weights = _wide(attention.weights(mean * scale + shift, peak * scale + shift))
     return (x * _pixels(weights * scale, f) + _pixels(weights * shift, f)).to(x.dtype)
 
 
@@ -163,8 +163,8 @@ def _normalized(x: Tensor, norm: nn.BatchNorm2d, f: int) -> Tensor:
 
 
 def _moments(x: Tensor, f: int) -> tuple[Tensor, Tensor]:
-    """Mean and mean square of each image's channels, float32, (B, C)."""
-    x = x.float()
+    """Mean and mean square of each image's channels, (B, C)."""
+    x = _wide(x)
     return tuple(columns(v.mean((2, 3)), f).mean(2) for v in (x, x * x))
 
 
@@ -196,20 +196,25 @@ def _remember(norm: nn.BatchNorm2d, mean: Tensor, variance: Tensor, count: float
     norm.running_var.lerp_(variance * (count / (count - 1)), norm.momentum)
 
 
+def _wide(x: Tensor) -> Tensor:
+    """At least float32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def _pixels(values: Tensor, f: int) -> Tensor:
     """Values of channels, for all their pixels: (…, C) → (…, C·f, 1, 1)."""
     return spread(values, f)[..., None, None]
 
 
 class _Peak(torch.autograd.Function):
-    """The maximum of each image's channels, float32: (B, C·f, H, W/f) → (B, C)."""
+    """The maximum of each image's channels: (B, C·f, H, W/f) → (B, C)."""
 
     @staticmethod
     def forward(ctx, x: Tensor, f: int) -> Tensor:
         ctx.f = f
         peak = columns(x.amax((2, 3)), f).amax(2)
         ctx.save_for_backward(x, peak)
-        return peak.float()
+        return _wide(peak)
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:

@@ -2,12 +2,10 @@
 
 import errno
 import tempfile
-import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from ..errors import RequestError
+from ..xla.patience import within
 from .machine import Machine, existing
 from .report import TARGETS, Check, ok, problem, refused, warning
 from .software import XLA
@@ -23,12 +21,12 @@ def drive(machine: Machine) -> list[Check]:
     mounts = (machine.root / "proc/self/mounts").read_text(errors="surrogateescape")
     folder = machine.root / DRIVE.relative_to("/") / "MyDrive"
     try:
-        if not _within(PATIENCE, lambda: is_remote(DRIVE, mounts)):
+        if not within(PATIENCE, lambda: is_remote(DRIVE, mounts)):
             if machine.place() != "Colab":
                 return []
             detail = "not mounted: what this session writes is gone when it ends"
             return [warning("Drive", detail, MOUNT_DRIVE)]
-        _within(PATIENCE, lambda: _write_read_delete(folder))
+        within(PATIENCE, lambda: _write_read_delete(folder))
         return [ok("Drive", f"{DRIVE}/MyDrive: written, read and deleted a file")]
     except TimeoutError:
         detail = f"mounted, but gave no answer for {PATIENCE:.0f} s"
@@ -55,31 +53,6 @@ def _write_read_delete(folder: Path) -> None:
         file.flush()
         if Path(file.name).read_bytes() != content:
             raise OSError("what was written reads differently")
-
-
-def _within(seconds: float, act: Callable[[], Any]) -> Any:
-    """What an act on a drive returns; a drive may hang for ever.
-
-    Raises:
-        TimeoutError: no answer in time; the act is left to itself.
-        OSError: the act's own.
-    """
-    answers: list[Any] = []
-
-    def run() -> None:
-        try:
-            answers.append(act())
-        except OSError as error:
-            answers.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not answers:
-        raise TimeoutError
-    if isinstance(answers[0], OSError):
-        raise answers[0]
-    return answers[0]
 
 
 def data_set(folder: str | None) -> Check:

@@ -13,12 +13,13 @@ import contextlib
 import importlib.util
 import logging
 import os
-import threading
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from .patience import within
 
 SCOPE = "https://www.googleapis.com/auth/cloud-platform"
 LOGIN = "gcloud auth application-default login"
@@ -110,7 +111,12 @@ def look(name: str, zone: str, project: str, limit: float = 30.0, credentials: A
         raise CloudError(
             "cloud-tpu-client is not installed; pip install 'mshnet[cloud]'", request_is_wrong=True
         )
-    return _within(limit, lambda: _look(name, zone, project, credentials, limit))
+    try:  # looking up a host's name, say, has no limit itself
+        return within(limit, lambda: _look(name, zone, project, credentials, limit))
+    except TimeoutError as error:
+        raise ServiceSilent(
+            f"the Cloud TPU service gave no answer within {limit:.0f} s; check the network"
+        ) from error
 
 
 def wait(
@@ -288,25 +294,3 @@ def _others(service: Any, zone: str, project: str) -> str:
     if not names:
         return f"zone {zone} has none of this project; another zone: {command}"
     return f"in this zone are: {', '.join(names)}"
-
-
-def _within(seconds: float, act: Callable[[], Node]) -> Node:
-    """Its result, or the end of patience: looking up a host's name, say, has no limit itself."""
-    results: list[Any] = []
-
-    def run() -> None:
-        try:
-            results.append(act())
-        except BaseException as error:
-            results.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not results:
-        raise ServiceSilent(
-            f"the Cloud TPU service gave no answer within {seconds:.0f} s; check the network"
-        )
-    if isinstance(results[0], BaseException):
-        raise results[0]
-    return results[0]

@@ -9,7 +9,6 @@ import importlib.util
 import os
 import platform
 import sys
-import threading
 from collections.abc import Iterable, Iterator
 from importlib import metadata
 from typing import Any
@@ -19,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from . import counts, machine
 from .counts import Counters
+from .patience import within
 
 VIRTUAL_CORES = 8  # cores that XLA on the CPU can be asked for: as many as one TPU machine has
 
@@ -74,19 +74,17 @@ def tpu_hosts() -> int:
     names = os.environ.get("TPU_WORKER_HOSTNAMES")
     if names:
         return len(names.split(","))
-    found = [1]
 
-    def ask() -> None:
+    def ask() -> int:
         from torch_xla._internal import tpu
 
-        with contextlib.suppress(Exception):  # no metadata service, or one that knows no TPU
-            found[0] = tpu.num_tpu_workers()
+        return tpu.num_tpu_workers()
 
-    # It asks the cloud's metadata service without a time limit, and Kaggle may have none.
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(5)
-    return found[0]
+    # It asks the cloud's metadata service without a time limit, and Kaggle may have none; or there
+    # is one that knows no TPU.
+    with contextlib.suppress(Exception):
+        return within(5, ask)
+    return 1
 
 
 def _cores_per_chip() -> int:

@@ -4,6 +4,7 @@ The steps are the trainer's own, traced on virtual cores; :mod:`mshnet.xla.aot` 
 """
 
 import multiprocessing
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -123,7 +124,8 @@ def compile_step(step: Step, effort: str = "fast", use_cache: bool = True) -> ao
         effort,
         use_cache,
         someone_watches(),
-        runtime.TPU_FLAGS,
+        # XLA_FLAGS of this process are the CPU's.
+        runtime.with_tpu_flags({k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}),
     )
 
 

@@ -197,16 +197,26 @@ assert moved[0] > 2 * moved[-1]
 # %% [markdown]
 # **What just happened.** The work of an image is the same, the bytes are not: a full batch moves a
 # fraction of what a small one moves for each image, and sixteen times the images have a bound that
-# is hardly higher. The real network behaves the same way. Compiled
-# by us for a v5e, MSHNet at 256×256 in bfloat16, with
-# `mshnet aot --topology v5e:1x1 --precision bf16 --batch-size N` for each N:
+# is hardly higher.
 #
-# | batch | moved an image |
-# |---|---|
-# | 4 | 9.2 GB |
-# | 8 | 4.4 GB |
-# | 32 | 2.3 GB |
-# | 128 | 0.73 GB |
+# The real network behaves the same way, if it is written as for any device. Compiled by us for a
+# v5e, MSHNet at 256×256 moves so many GB an image, with
+# `mshnet aot --topology v5e:1x1 --precision bf16 --batch-size N --fold 0`, and without `--fold 0`:
+#
+# | batch | bf16, as for any device | bf16, as for a TPU | fp32, as for any device | fp32, as for a TPU |
+# |---|---|---|---|---|
+# | 4 | B4 | b4 | F4 | f4 |
+# | 8 | B8 | b8 | F8 | f8 |
+# | 32 | B32 | b32 | F32 | f32 |
+# | 128 | B128 | b128 | F128 | f128 |
+#
+# *As for a TPU* is [mshnet/lanes.py](../mshnet/lanes.py), with the same parameters and the same
+# numbers up to rounding; it is what a TPU gets. Below 128 images it *folds* eight columns of a map
+# into channels, so that 16 channels become 128 and fill the lanes with any batch, for four times
+# the arithmetic, which the chip has to spare. And it looks at every map less often: sums that two
+# layers take of the same map are taken together. The batch matters less then, and it still does:
+# eight cores with 4 images each move twice the bytes of one core with 32, so they need not be eight
+# times faster.
 #
 # Larger batches also train differently (fewer updates an epoch), so this is an offer, not a rule.
 
@@ -220,8 +230,8 @@ assert moved[0] > 2 * moved[-1]
 # mshnet aot --topology v5e:1x1 --batch-size 64 --precision bf16 --sweep
 # ```
 #
-# A training step of MSHNet at 256×256 takes the compiler a minute or more, and several gigabytes
-# of this machine's memory. So here the same command asks about a smaller program: the test's step
+# A training step of MSHNet at 256×256 takes the compiler about a minute, and 3 GB of this machine's
+# memory. So here the same command asks about a smaller program: the test's step
 # at 32×32. An answer is kept, so asking again costs only the tracing.
 
 # %%

@@ -58,7 +58,7 @@ def compile(
     effort: str = "fast",
     use_cache: bool = True,
     progress: bool | None = None,
-    flags: str = "",
+    flags: dict[str, str] | None = None,
 ) -> Report:
     """Trace one step, and compile it for a TPU.
 
@@ -162,7 +162,7 @@ def compile_program(
     effort: str = "fast",
     use_cache: bool = True,
     progress: bool | None = None,
-    flags: str = "",
+    flags: dict[str, str] | None = None,
 ) -> Report:
     """Compile a program for a TPU, in another process.
 
@@ -174,7 +174,8 @@ def compile_program(
             and may move more bytes or refuse more; ``"full"`` is what a TPU's user gets.
         use_cache: take an earlier answer about the same program, if there is one.
         progress: show that the compiler is at work; default: where somebody watches.
-        flags: what ``XLA_FLAGS`` will be on the TPU; this process's own are the CPU's.
+        flags: what ``XLA_FLAGS`` and ``LIBTPU_INIT_ARGS`` will be on the TPU, by name. This
+            process's ``XLA_FLAGS`` are the CPU's, and left out.
 
     Raises:
         UnknownTopology: no such slice, or it has fewer cores.
@@ -199,7 +200,7 @@ def compile_program(
         "cores": cores,
         "effort": effort,
         "aliases": program.aliases,
-        "flags": flags,
+        "flags": {"LIBTPU_INIT_ARGS": os.environ.get("LIBTPU_INIT_ARGS", ""), **(flags or {})},
     }
     kept = cache_folder() / f"{_digest(program, request)}.json"
     if use_cache and (report := _kept(kept)):
@@ -233,7 +234,7 @@ def require_compiler() -> None:
 
 def _digest(program: Program, request: dict) -> str:
     """Of everything that an answer depends on."""
-    parts = [program.digest, request, os.environ.get("LIBTPU_INIT_ARGS"), _code()]
+    parts = [program.digest, request, _code()]
     parts += [metadata.version(name) for name in _NEEDED]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
@@ -288,7 +289,7 @@ def _compiled(folder: Path) -> str:
     return path.read_text()
 
 
-def _run_worker(folder: Path, what: str, progress: bool | None, flags: str = "") -> None:
+def _run_worker(folder: Path, what: str, progress: bool | None, flags: dict) -> None:
     """Run the compiler's process to its end.
 
     Raises:
@@ -306,8 +307,10 @@ def _run_worker(folder: Path, what: str, progress: bool | None, flags: str = "")
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",  # do not look for a TPU VM's metadata server
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # nobody's TPU is taken by compiling
-        "XLA_FLAGS": f"{flags} --xla_dump_to={folder / 'dump'} --xla_dump_hlo_as_text",
     }
+    environment |= flags
+    dump = f"--xla_dump_to={folder / 'dump'} --xla_dump_hlo_as_text"
+    environment["XLA_FLAGS"] = f"{flags.get('XLA_FLAGS', '')} {dump}"
     with (folder / "log").open("w+b") as log:
         # -P: this folder's modules are not for import as `runtime` and `launch`.
         process = subprocess.Popen(

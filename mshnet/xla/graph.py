@@ -4,6 +4,7 @@ import contextlib
 import gc
 import hashlib
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -42,16 +43,29 @@ def pending(known: frozenset[str] = frozenset()) -> list[Tensor]:
     """
     import torch_xla
 
+    # Autograd's thread lets go of the last gradients after backward() has returned, and there is no
+    # way to wait for it.
+    time.sleep(0.1)
+    # The class, not isinstance: that would run lazy attributes of strangers.
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
+    # Those that only C++ owned (gradients) get a Python owner.
+    for tensor in tensors:
+        tensor._fix_weakref()
     found: dict[int, Tensor] = {}
-    for thing in gc.get_objects():
-        # The class, not isinstance: that would run lazy attributes of strangers.
-        if issubclass(type(thing), Tensor) and thing.device.type == "xla":
-            thing._fix_weakref()  # one that only C++ owned (a gradient) now has a Python owner, too
+    for thing in tensors:
+        if _on_xla(thing):
             about = torch_xla._XLAC._get_xla_tensor_debug_info(thing)
             if re.search(r"IR: \[.*\] (?!xla::device_data)", about) and "XLAData: None" in about:
                 found.setdefault(torch_xla._XLAC._xla_get_tensor_id(thing), thing)
     # In the order in which they were traced: the same step is the same program in every process.
     return [found[key] for key in sorted(found) if not marks([found[key]]) & known]
+
+
+def _on_xla(tensor: Tensor) -> bool:
+    try:
+        return tensor.device.type == "xla"
+    except RuntimeError:  # it was let go in this moment: it is nobody's
+        return False
 
 
 def marks(tensors: list[Tensor]) -> frozenset[str]:

@@ -335,7 +335,7 @@ def test_flags_reach_the_compiler_and_this_process_s_own_do_not(monkeypatch, xla
     monkeypatch.setenv("XLA_FLAGS", "--xla_no_such_flag=1")
     assert aot.compile_program(program).compiles
     with pytest.raises(aot.CompilerFailed, match="xla_no_such_flag=2"):
-        aot.compile_program(program, flags="--xla_no_such_flag=2")
+        aot.compile_program(program, flags={"XLA_FLAGS": "--xla_no_such_flag=2"})
 
 
 def test_ctrl_c_takes_the_compiler_along(tmp_path, monkeypatch):

@@ -75,21 +75,22 @@ def test_scalars_may_not_be_put_on_the_device(xla):
         xla.put(torch.tensor(0.0))
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("", runtime.TPU_FLAGS),
-        ("--xla_dump_to=there", f"--xla_dump_to=there {runtime.TPU_FLAGS}"),
-        ("--xla_disable_hlo_passes=fusion", "--xla_disable_hlo_passes=fusion"),
-    ],
-)
-def test_a_tpu_gets_its_flags_beside_the_users(monkeypatch, before, after):
-    monkeypatch.setenv("XLA_FLAGS", before)
-    monkeypatch.setenv("PJRT_DEVICE", "CPU")
-    runtime.select_platform("CPU")
-    assert os.environ["XLA_FLAGS"] == before
-    runtime.select_platform("TPU")
-    assert os.environ["XLA_FLAGS"] == after
+@pytest.mark.parametrize("variable", runtime.TPU_FLAGS)
+def test_a_tpu_gets_its_flags_beside_the_users(monkeypatch, variable):
+    ours = runtime.TPU_FLAGS[variable]
+    other = ours.partition("=")[0] + "=otherwise"
+    for before, after in (
+        ("", ours),
+        ("--xla_dump_to=there", f"--xla_dump_to=there {ours}"),
+        (other, other),
+    ):
+        for name in runtime.TPU_FLAGS:
+            monkeypatch.setenv(name, before)
+        monkeypatch.setenv("PJRT_DEVICE", "CPU")
+        runtime.select_platform("CPU")
+        assert os.environ[variable] == before
+        runtime.select_platform("TPU")
+        assert os.environ[variable] == after
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,10 @@ import torch_xla.core.xla_model as xm
 from torch.optim import Adagrad
 
 from mshnet import MSHNet, SLSIoULoss
+from mshnet.model import ResidualBlock
 from mshnet.training import backend as backends
 from mshnet.training.step import Normalize, evaluation_step, train_step
-from mshnet.xla import runtime
+from mshnet.xla import aot, runtime
 
 SIZE = 32
 WARM_EPOCH = 0
@@ -126,3 +127,21 @@ def test_bfloat16_trains_without_fallback(fold):
     assert counted.fallbacks == 0
     assert counted.compilations == 1
     assert all(p.dtype == torch.float32 for p in run.model.parameters())
+
+
+def test_on_a_tpu_a_folded_block_moves_a_fraction_of_the_bytes(xla):
+    """By the account of the TPU's compiler: what all this is for."""
+    moved = {}
+    for f in (0, 1, 8):
+        block = ResidualBlock(16, 16).to(xla.device)
+        block.fold = f
+        columns = max(1, f)
+        x = torch.zeros(8, 16 * columns, 128, 128 // columns, dtype=torch.bfloat16)
+
+        def step(x, block=block):
+            with torch.autocast("xla", dtype=torch.bfloat16):
+                loss = block(x.requires_grad_()).float().square().mean()
+            return torch.autograd.grad(loss, [x, *block.parameters()])
+
+        moved[f] = aot.compile(step, [x]).bytes_accessed
+    assert moved[8] < moved[0] / 2

@@ -126,8 +126,8 @@ class _TwoConvolutions(torch.autograd.Function):
     def backward(ctx, of_one: Tensor, of_other: Tensor) -> tuple[Tensor, ...]:
         one, other, *parts = ctx.saved_tensors
         (high, wide), (low, narrow) = padding(one), padding(other)
-        rows, columns = high - low, wide - narrow
-        both = torch.cat([one, F.pad(other, (columns, columns, rows, rows))], 0)
+        top, left = high - low, wide - narrow
+        both = torch.cat([one, F.pad(other, (left, left, top, top))], 0)
         gradient = torch.cat([of_one, of_other], 1)
         x = torch.cat(parts, 1)
         kernels = conv2d_weight(x, both.shape, gradient, padding=(high, wide))
@@ -136,12 +136,9 @@ class _TwoConvolutions(torch.autograd.Function):
             conv2d_input(part.shape, weight.contiguous(), gradient, padding=(high, wide))
             for part, weight in zip(parts, both.split(sizes, 1), strict=True)
         ]
-        size = other.shape[2:]
-        return (
-            kernels[: len(one)],
-            kernels[len(one) :, :, rows : rows + size[0], columns : columns + size[1]],
-            *inputs,
-        )
+        of_one, of_other = kernels.split([len(one), len(other)])
+        height, width = other.shape[2:]
+        return of_one, of_other[:, :, top : top + height, left : left + width], *inputs
 
 
 def _attended(x: Tensor, norm: nn.BatchNorm2d, attention: nn.Module, f: int) -> Tensor:
@@ -180,8 +177,9 @@ def _scale_and_shift(
     """
     if norm.training:
         mean = mean.mean(0)
-        # The square of the mean from the mean of the squares: one look at the map gives both.
-        variance = square.mean(0) - mean * mean
+        # The square of the mean from the mean of the squares: one look at the map gives both. Of a
+        # channel that hardly varies rounding is all that is left, and may be negative.
+        variance = (square.mean(0) - mean * mean).clamp(min=0)
         _remember(norm, mean.detach(), variance.detach(), x.numel() / norm.num_features)
     else:
         mean, variance = norm.running_mean, norm.running_var

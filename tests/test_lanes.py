@@ -55,3 +55,14 @@ def test_levels_of_one_width_fold_too():
 def test_a_fold_that_is_none_is_refused():
     with pytest.raises(ValueError, match="fold 3: must be one of 0, 1, 2, 4, 8, 16"):
         MSHNet(widths=WIDTHS).fold = 3
+
+
+def test_a_channel_that_hardly_varies_is_no_nan():
+    torch.manual_seed(0)
+    net = MSHNet(widths=WIDTHS)
+    net.fold = 1
+    for block in net.encoder_0:
+        block.conv1.bias.data += 1e4  # whose square float32 knows to 8
+    loss = net(torch.randn(2, 3, 32, 32), True)[1].square().mean()
+    loss.backward()
+    assert all(p.grad.isfinite().all() for p in net.parameters())

@@ -327,14 +327,15 @@ for batch in (32, 128, 256, 1024):
     print(f"{batch:>12}   {images:>6}   {images / 128:.0%}")
 
 # %% [markdown]
-# What that costs: the memory traffic of a training step at 256×256 in bfloat16 is **2.67 GB an
-# image at a batch of 32 a core, and 0.99 GB at 128**. (The numbers are estimates of the TPU's own
+# What that costs: the memory traffic of a training step at 256×256 in bfloat16, with the network
+# written as for any device, is **2.28 GB an image at a batch of 32 a core, and 0.73 GB at 128**. So
+# on a TPU the same network is computed in another form, which fills the lanes with columns of the
+# maps: 0.96 and 0.56 GB, and 1.8 GB at 4 a core. (The numbers are estimates of the TPU's own
 # compiler, which compiled the step for one v5e core on a machine without a TPU; lesson 09 shows
 # how. Not measured on a TPU.)
 #
-# A global batch of 32 gives each of eight cores 4 images. Whether the compiler lays these over the
-# lanes or, instead, the 16 channels: most of each core works on padding. Eight cores are for large
-# global batches. They make another training, though: at 256 images an update, an epoch of
+# A global batch of 32 gives each of eight cores 4 images, and an image costs twice what it costs
+# one core that has all 32. Eight cores are for large global batches. They make another training, though: at 256 images an update, an epoch of
 # IRSTD-1k's 800 has 3 updates instead of 200 at the recipe's batch of 4. The learning rate 0.05 and
 # the 400 epochs belong to that recipe, and want to be chosen again.
 
@@ -625,8 +626,8 @@ assert len(left_out[0]) == len(left_out[1]) == 4 and left_out[0] != left_out[1]
 #   replica on each core, with its own batch norm and with collectives that all must call.
 # * `--xla_dump_to` shows the compiled program and its all-reduces; on the same global batch the
 #   first epoch of eight cores is that of one, and so is the number of compilations.
-# * `--batch-size` is global and a multiple of the cores; fewer than 128 images a core leave lanes
-#   empty.
+# * `--batch-size` is global and a multiple of the cores; an image costs a core the less, the more
+#   it has of them, up to 128.
 # * Eight cores belong in a process of their own; all replicas call every collective; what differs
 #   by replica comes from the host; when one fails, all must end.
 #

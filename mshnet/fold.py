@@ -116,6 +116,18 @@ def without_ignored(x: Tensor, channels: int) -> Tensor:
     return x if x.shape[1] == channels else x[:, ::2]
 
 
+def is_peak(x: Tensor, peak: Tensor) -> Tensor:
+    """Where x is its maximum, up to rounding.
+
+    Not ``x == peak``: a compiler computes x anew wherever it needs it, and there it rounds as the
+    operations around it have it. With nothing equal, a gradient divided by the count is NaN (seen
+    with XLA on the CPU, with ``--xla_backend_optimization_level=0``).
+    """
+    eps = torch.finfo(x.dtype).eps
+    rounding = eps if x.dtype in (torch.bfloat16, torch.float16) else 16 * eps
+    return x >= peak - peak.abs() * rounding
+
+
 def mean_and_peak_of_channels(x: Tensor, f: int) -> Tensor:
     """Mean and maximum of each pixel: (B, C·f, H, W/f) → (B, 2·f, H, W/f), a folded map of two."""
     return _MeanAndPeak.apply(x, f)
@@ -144,15 +156,15 @@ class _MeanAndPeak(torch.autograd.Function):
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
         x, peak = ctx.saved_tensors
         f = ctx.f
-        hit = (x == peak).to(x.dtype)
+        hit = is_peak(x, peak).to(x.dtype)
         # Channels that share the maximum share its gradient, as amax has it.
         if f == 1:
             mean = gradient[:, :1] * (1 / x.shape[1])
             count = hit.sum(1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
-            peak = gradient[:, 1:] / count.to(x.dtype)
+            peak = gradient[:, 1:] / count.clamp(min=1).to(x.dtype)
             return mean + peak * hit, None
         groups = _groups(x, f)
-        shares = F.conv2d(hit, groups.transpose(0, 1))
+        shares = F.conv2d(hit, groups.transpose(0, 1)).clamp(min=1)
         mean, peak = gradient[:, :f] * (f / x.shape[1]), gradient[:, f:] / shares
         nothing = torch.zeros_like(groups)
         both = torch.cat([torch.cat([groups, nothing], 1), torch.cat([nothing, groups], 1)], 0)

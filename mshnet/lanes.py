@@ -24,6 +24,7 @@ from .fold import (
     conv2d,
     fold,
     for_lanes,
+    is_peak,
     max_pool,
     mean_and_peak_of_channels,
     padding,
@@ -217,8 +218,8 @@ class _Peak(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
         x, peak = ctx.saved_tensors
-        hit = x == _pixels(peak, ctx.f)
+        hit = is_peak(x, _pixels(peak, ctx.f))
         # Pixels that share the maximum share its gradient, as amax has it.
         count = columns(torch.where(hit, 1.0, 0.0).sum((2, 3)), ctx.f).sum(2)
-        share = _pixels(gradient / count, ctx.f).to(x.dtype)
+        share = _pixels(gradient / count.clamp(min=1), ctx.f).to(x.dtype)
         return torch.where(hit, share, torch.zeros_like(share)), None

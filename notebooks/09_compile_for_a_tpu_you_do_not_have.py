@@ -205,13 +205,13 @@ assert moved[0] > 2 * moved[-1]
 #
 # | batch | bf16, as for any device | bf16, as for a TPU | fp32, as for any device | fp32, as for a TPU |
 # |---|---|---|---|---|
-# | 4 | B4 | b4 | F4 | f4 |
-# | 8 | B8 | b8 | F8 | f8 |
-# | 32 | B32 | b32 | F32 | f32 |
-# | 128 | B128 | b128 | F128 | f128 |
+# | 4 | 4.3 | 1.8 | 7.1 | 3.1 |
+# | 8 | 4.4 | 1.7 | 8.3 | 3.0 |
+# | 32 | 2.3 | 0.96 | 4.2 | 1.8 |
+# | 128 | 0.73 | 0.56 | 1.4 | 1.0 |
 #
-# *As for a TPU* is [mshnet/lanes.py](../mshnet/lanes.py), with the same parameters and the same
-# numbers up to rounding; it is what a TPU gets. Below 128 images it *folds* eight columns of a map
+# *As for a TPU* is `mshnet/lanes.py`, with the same parameters and the same numbers up to rounding;
+# it is what a TPU gets. Below 128 images it *folds* eight columns of a map
 # into channels, so that 16 channels become 128 and fill the lanes with any batch, for four times
 # the arithmetic, which the chip has to spare. And it looks at every map less often: sums that two
 # layers take of the same map are taken together. The batch matters less then, and it still does:
@@ -348,8 +348,8 @@ print(layers.track(upsampling.to(device), torch.zeros(2, 1, 16, 16)).table())
 #
 # * **Time.** The bound is from below. Waiting for the host, small operations, exchange between
 #   cores that is not hidden behind computing: all come on top. Only a TPU says how long it takes.
-# * **Effort.** `effort="fast"` asks for the compiler's least effort, which takes one to two minutes
-#   for MSHNet's training step with 32 images, and the usual effort five. That one makes another
+# * **Effort.** `effort="fast"` asks for the compiler's least effort, which takes about a minute for
+#   MSHNet's training step with 32 images, and the usual effort seven. That one makes another
 #   program: with `effort="full"` something may fit that did not.
 # * **Versions.** Another libtpu is another compiler. The report names the one that answered.
 # * **The first step.** An optimizer makes its state in its first step, so a program of that step has

@@ -330,7 +330,7 @@ for batch in (32, 128, 256, 1024):
 # What that costs: the memory traffic of a training step at 256×256 in bfloat16, with the network
 # written as for any device, is **2.28 GB an image at a batch of 32 a core, and 0.73 GB at 128**. So
 # on a TPU the same network is computed in another form, which fills the lanes with columns of the
-# maps: 0.96 and 0.56 GB, and 1.8 GB at 4 a core. (The numbers are estimates of the TPU's own
+# maps: 0.96 and 0.57 GB, and 1.8 GB at 4 a core. (The numbers are estimates of the TPU's own
 # compiler, which compiled the step for one v5e core on a machine without a TPU; lesson 09 shows
 # how. Not measured on a TPU.)
 #

@@ -208,7 +208,7 @@ assert moved[0] > 2 * moved[-1]
 # | 4 | 4.3 | 1.8 | 7.1 | 3.1 |
 # | 8 | 4.4 | 1.7 | 8.3 | 3.0 |
 # | 32 | 2.3 | 0.96 | 4.2 | 1.8 |
-# | 128 | 0.73 | 0.56 | 1.4 | 1.0 |
+# | 128 | 0.73 | 0.57 | 1.4 | 1.0 |
 #
 # *As for a TPU* is `mshnet/lanes.py`, with the same parameters and the same numbers up to rounding;
 # it is what a TPU gets. Below 128 images it *folds* eight columns of a map

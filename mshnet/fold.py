@@ -8,7 +8,7 @@ k, k + f, k + 2f, … of channel c. With C·f = 128 the tiles are full.
 
 What it costs is arithmetic: a folded kernel is f times larger, most of it zeros. The step of MSHNet
 is bound by memory traffic, so a TPU has that to spare (the GUIDE has the account); CPUs and GPUs do
-not. With f = 1 every function here is its namesake.
+not. With f = 1 nothing is folded, and what is computed is the same.
 """
 
 from math import ceil
@@ -116,8 +116,17 @@ def without_ignored(x: Tensor, channels: int) -> Tensor:
     return x if x.shape[1] == channels else x[:, ::2]
 
 
+def wide(x: Tensor) -> Tensor:
+    """At least float32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def is_peak(x: Tensor, peak: Tensor) -> Tensor:
-    """Where x is its maximum, up to rounding.
+    """Where x is its maximum, up to rounding: bool, as x.
+
+    Args:
+        x: a map, floating point.
+        peak: its maxima, of a shape that broadcasts to it.
 
     Not ``x == peak``: a compiler computes x anew wherever it needs it, and there it rounds as the
     operations around it have it. With nothing equal, a gradient divided by the count is NaN (seen
@@ -161,7 +170,7 @@ class _MeanAndPeak(torch.autograd.Function):
         # Channels that share the maximum share its gradient, as amax has it.
         if f == 1:
             mean = gradient[:, :1] * (1 / x.shape[1])
-            count = hit.sum(1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+            count = wide(hit).sum(1, keepdim=True)
             peak = gradient[:, 1:] / count.clamp(min=1).to(x.dtype)
             return mean + peak * hit, None
         groups = _groups(x, f)

@@ -30,6 +30,7 @@ from .fold import (
     padding,
     spread,
     unfold,
+    wide,
     without_ignored,
 )
 from .interpolate import double
@@ -103,7 +104,16 @@ def residual_block(block: nn.Module, x: Tensor | list[Tensor]) -> Tensor:
 def _two_convolutions(
     parts: list[Tensor], one: nn.Conv2d, other: nn.Conv2d, f: int
 ) -> tuple[Tensor, Tensor]:
-    """Two layers of the same input, the kernel of the first at least as large."""
+    """Two layers of the same input.
+
+    Args:
+        parts: the input's channels, (B, …, H, W/f) each.
+        one: (I → O), its kernel at least as large as the other's.
+        other: (I → P).
+
+    Returns:
+        (B, O·f, H, W/f) and (B, P·f, H, W/f).
+    """
     kernels = (for_lanes(layer, f, *parts) for layer in (one, other))
     results = _TwoConvolutions.apply(*kernels, *parts)
     biases = (spread(layer.bias, f).to(parts[0].dtype) for layer in (one, other))
@@ -149,7 +159,7 @@ def _attended(x: Tensor, norm: nn.BatchNorm2d, attention: nn.Module, f: int) -> 
     # The peak of scale·x + shift is where x is largest or least: scale has its weight's sign.
     sign = norm.weight.detach().sign()
     peak = _Peak.apply((x * _pixels(sign, f)).to(x.dtype), f) * sign
-    weights = _wide(attention.weights(mean * scale + shift, peak * scale + shift))
+    weights = wide(attention.weights(mean * scale + shift, peak * scale + shift))
     return (x * _pixels(weights * scale, f) + _pixels(weights * shift, f)).to(x.dtype)
 
 
@@ -162,7 +172,7 @@ def _normalized(x: Tensor, norm: nn.BatchNorm2d, f: int) -> Tensor:
 
 def _moments(x: Tensor, f: int) -> tuple[Tensor, Tensor]:
     """Mean and mean square of each image's channels, (B, C)."""
-    x = _wide(x)
+    x = wide(x)
     return tuple(columns(v.mean((2, 3)), f).mean(2) for v in (x, x * x))
 
 
@@ -195,11 +205,6 @@ def _remember(norm: nn.BatchNorm2d, mean: Tensor, variance: Tensor, count: float
     norm.running_var.lerp_(variance * (count / (count - 1)), norm.momentum)
 
 
-def _wide(x: Tensor) -> Tensor:
-    """At least float32."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def _pixels(values: Tensor, f: int) -> Tensor:
     """Values of channels, for all their pixels: (…, C) → (…, C·f, 1, 1)."""
     return spread(values, f)[..., None, None]
@@ -213,7 +218,7 @@ class _Peak(torch.autograd.Function):
         ctx.f = f
         peak = columns(x.amax((2, 3)), f).amax(2)
         ctx.save_for_backward(x, peak)
-        return _wide(peak)
+        return wide(peak)
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:

@@ -1,8 +1,4 @@
-"""Bilinear interpolation with aligned corners, by operations that XLA compiles on every device.
-
-``F.interpolate(mode="bilinear", align_corners=True)`` gives the same values; its backward XLA has
-no lowering for off TPU.
-"""
+"""Bilinear interpolation with aligned corners, as each device does it best."""
 
 import torch
 from torch import Tensor
@@ -10,10 +6,21 @@ from torch.nn import functional as F
 
 
 def upsample(x: Tensor, scale: int) -> Tensor:
-    """(B, C, H, W) → (B, C, scale·H, scale·W), as two small matrix products.
+    """(B, C, H, W) → (B, C, scale·H, scale·W).
 
-    Interpolation is linear and separable, so it is ``A @ x @ Bᵀ``. (A TPU multiplies float32
-    matrices in bfloat16 unless told otherwise, here as everywhere.)
+    PyTorch's own on CPUs, :func:`by_matrices` elsewhere.
+    """
+    if x.device.type == "cpu":
+        return F.interpolate(x, scale_factor=scale, mode="bilinear", align_corners=True)
+    return by_matrices(x, scale)
+
+
+def by_matrices(x: Tensor, scale: int) -> Tensor:
+    """Interpolation as two small matrix products, with the values of ``F.interpolate``.
+
+    That one's backward XLA has no lowering for off TPU, and CUDA adds up in any order, so that no
+    run is like another. Interpolation is linear and separable, so it is ``A @ x @ Bᵀ``. (A TPU
+    multiplies float32 matrices in bfloat16 unless told otherwise, here as everywhere.)
     """
     height, width = x.shape[-2:]
     vertical = _matrix(height, scale, x)

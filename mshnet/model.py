@@ -2,12 +2,13 @@
 
 Follows "Infrared Small Target Detection with Scale and Location Sensitivity"
 (CVPR 2024, arXiv 2403.19366). Keys and shapes of the state_dict are the official ones, so
-official weights load here and ours load there. Two operations are expressed so that XLA
-compiles them on every device without a host fallback; their values are the usual ones:
-bilinear upsampling as two small matrix products, pooling to 1×1 as ``amax`` and ``mean``.
+official weights load here and ours load there.
 
 This is the network as a textbook has it, with the layers that CPUs and GPUs have kernels for;
-:mod:`mshnet.lanes` is the same network as a TPU wants it, on the same parameters.
+:mod:`mshnet.lanes` is the same network as a TPU wants it, on the same parameters. A map is read and
+written as seldom as these layers allow, because that is what a step's time goes into beside the
+convolutions: means are sums that are divided afterwards (the mean's own gradient is divided at
+every pixel), and the last product and sum of a block are one operation.
 """
 
 from collections.abc import Sequence
@@ -32,7 +33,8 @@ class ChannelAttention(nn.Module):
         self.fc2 = nn.Conv2d(hidden, channels, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.weights(x.mean((2, 3)), x.amax((2, 3)))[..., None, None]
+        height, width = x.shape[2:]
+        return self.weights(x.sum((2, 3)) / (height * width), _peak(x))[..., None, None]
 
     def weights(self, mean: Tensor, peak: Tensor) -> Tensor:
         """From the channels' means and maxima, (B, C) each."""
@@ -40,6 +42,15 @@ class ChannelAttention(nn.Module):
 
     def _squeeze(self, pooled: Tensor) -> Tensor:
         return self.fc2(torch.relu(self.fc1(pooled[..., None, None])))[:, :, 0, 0]
+
+
+def _peak(x: Tensor) -> Tensor:
+    """Largest value of each map: (B, C, H, W) → (B, C).
+
+    With a gradient for one pixel, where CPUs have a kernel for it; ``amax`` looks at all of them
+    again, but XLA compiles it everywhere, and CUDA always adds up in the same order.
+    """
+    return F.adaptive_max_pool2d(x, 1).flatten(1) if x.device.type == "cpu" else x.amax((2, 3))
 
 
 class SpatialAttention(nn.Module):
@@ -50,7 +61,8 @@ class SpatialAttention(nn.Module):
         self.conv1 = nn.Conv2d(2, 1, kernel_size, padding=kernel_size // 2, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        pooled = torch.cat([x.mean(1, keepdim=True), x.amax(1, keepdim=True)], 1)
+        mean = x.sum(1, keepdim=True) / x.shape[1]
+        pooled = torch.cat([mean, x.amax(1, keepdim=True)], 1)
         return torch.sigmoid(self.conv1(pooled))
 
 
@@ -78,11 +90,10 @@ class ResidualBlock(nn.Module):
         if self.fold:
             return lanes.residual_block(self, x)
         residual = x if self.shortcut is None else self.shortcut(x)
-        x = torch.relu(self.bn1(self.conv1(x)))
+        x = torch.relu_(self.bn1(self.conv1(x)))
         x = self.bn2(self.conv2(x))
         x = self.ca(x) * x
-        x = self.sa(x) * x
-        return torch.relu(x + residual)
+        return torch.relu_(torch.addcmul(residual, self.sa(x), x))
 
 
 def _stage(in_channels: int, out_channels: int, depth: int) -> nn.Sequential:

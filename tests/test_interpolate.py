@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from mshnet.fold import fold, unfold
-from mshnet.interpolate import double, upsample
+from mshnet.interpolate import by_matrices, double, upsample
 
 
 @settings(max_examples=25, deadline=None)
@@ -21,22 +21,25 @@ def test_upsampling_is_bilinear(height, width, scale, seed):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(2, 3, height, width, generator=generator, requires_grad=True)
     weight = torch.randn(2, 3, height * scale, width * scale, generator=generator)
-    ours = upsample(x, scale)
     usual = F.interpolate(x, scale_factor=scale, mode="bilinear", align_corners=True)
-    torch.testing.assert_close(ours, usual, rtol=1e-5, atol=2e-5)
-    gradients = [torch.autograd.grad((y * weight).sum(), x)[0] for y in (ours, usual)]
-    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-4)
+    expected = torch.autograd.grad((usual * weight).sum(), x)[0]
+    for function in (upsample, by_matrices):
+        ours = function(x, scale)
+        torch.testing.assert_close(ours, usual, rtol=1e-5, atol=2e-5)
+        gradient = torch.autograd.grad((ours * weight).sum(), x)[0]
+        torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-4)
 
 
-def test_upsampling_keeps_corners_and_constants_exactly():
+def test_matrices_keep_corners_and_constants_exactly():
     x = torch.randn(1, 1, 8, 8)
-    large = upsample(x, 4)
+    large = by_matrices(x, 4)
     assert torch.equal(large[..., ::31, ::31], x[..., ::7, ::7])
-    torch.testing.assert_close(upsample(torch.ones(1, 1, 5, 9), 8), torch.ones(1, 1, 40, 72))
+    torch.testing.assert_close(by_matrices(torch.ones(1, 1, 5, 9), 8), torch.ones(1, 1, 40, 72))
 
 
-def test_upsampling_keeps_the_dtype():
-    assert upsample(torch.ones(1, 1, 4, 4, dtype=torch.bfloat16), 2).dtype == torch.bfloat16
+@pytest.mark.parametrize("function", [upsample, by_matrices])
+def test_upsampling_keeps_the_dtype(function):
+    assert function(torch.ones(1, 1, 4, 4, dtype=torch.bfloat16), 2).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("f", [1, 2, 4, 8, 16])

@@ -44,6 +44,8 @@ class Backend:
     holds: Part = WHOLE
     writer = True
     agree_every = 1
+    # Of kernels, and so of all maps: convolutions of CPUs and GPUs want the channels innermost.
+    memory_format = torch.channels_last
 
     def __init__(self, device: torch.device, label: str, precision: str = "fp32"):
         self.device = device
@@ -64,7 +66,7 @@ class Backend:
             m for m in module.modules() if getattr(m, "num_batches_tracked", None) is not None
         ]
         counts = [m.num_batches_tracked for m in counted]
-        module.to(self.device)
+        module.to(self.device, memory_format=self.memory_format)
         for m, count in zip(counted, counts, strict=True):
             m.num_batches_tracked = count
 
@@ -168,6 +170,8 @@ class Backend:
 
 class XlaBackend(Backend):
     """One XLA core: a TPU's, or the CPU under the same compiler front."""
+
+    memory_format = torch.preserve_format  # XLA chooses layouts itself
 
     def __init__(self, precision: str = "fp32", compile_cache: str | None = None):
         if compile_cache:

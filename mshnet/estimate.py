@@ -155,7 +155,7 @@ def _trace(step: Step) -> aot.Program:
     model.fold = step.fold
     size = config.base_size
     images = torch.zeros(config.batch_size, config.channels, size, size, dtype=torch.uint8)
-    masks = torch.zeros(config.batch_size, 1, size, size, dtype=torch.uint8)
+    masks = torch.zeros(config.batch_size, 1, size // 8, size, dtype=torch.uint8)
     optimizer = backend.place(model, lambda m: Adagrad(m.parameters(), lr=config.lr), None)
     normalize = Normalize()
     backend.move(normalize)

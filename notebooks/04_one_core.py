@@ -53,6 +53,7 @@ print(f"{'TPU' if TPU else 'no TPU: XLA on the CPU'}, {SIZE}×{SIZE}, batch {BAT
 # can draw for itself: clouds, sea, ground or buildings, and one to four targets of a few pixels.
 
 # %%
+from mshnet.data.bits import unpack
 from mshnet.data.feed import EvaluationSet, TrainingSet, evaluation_loader, training_loader
 from mshnet.data.layout import DataFolder
 from mshnet.data.scenes import write_scenes
@@ -66,9 +67,9 @@ images, masks = next(iter(loader))
 print("images", tuple(images.shape), images.dtype, "· masks", tuple(masks.shape), masks.dtype)
 
 # %% [markdown]
-# **What just happened.** A batch is 8-bit and has one channel. It stays so until it is on the
-# device: that is a twelfth of the bytes of float32 RGB, and the way to the device is where a TPU
-# waits for its host.
+# **What just happened.** A batch is 8-bit and has one channel, and the masks are bits: eight rows of
+# a mask share a row of bytes. It stays so until it is on the device, which is a fourteenth of the
+# bytes of float32 RGB and a float32 mask; the way to the device is where a TPU waits for its host.
 
 # %% [markdown]
 # ## The device
@@ -124,7 +125,8 @@ WARM_EPOCH = 0  # epoch 0 trains one head with the plain IoU loss, the later one
 def step(images, masks, epoch, total):
     full = epoch > WARM_EPOCH
     scales, fused = model(normalize(images), full)
-    loss = multiscale_loss(criterion, scales, fused, masks.float(), WARM_EPOCH, epoch)
+    target = unpack(masks).float()
+    loss = multiscale_loss(criterion, scales, fused, target, WARM_EPOCH, epoch)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()

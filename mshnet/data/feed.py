@@ -1,7 +1,7 @@
 """From decoded samples to batches: fixed shapes, 8 bits, seeded.
 
-Images stay uint8 until they are on the device (``training/step.py`` normalises there): a grey
-256×256 sample is 64 KiB instead of 768 KiB as float32 RGB.
+Images stay uint8 until they are on the device (``training/step.py`` normalises there), and masks
+are bits: a grey 256×256 sample and its mask are 72 KiB instead of 1 MiB as float32 RGB and float32.
 """
 
 import signal
@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from .augment import augment, resize
+from .bits import pack
 from .store import SampleStore
 
 BLANK = -1  # the index of a black frame, which fills up the last batch of an evaluation
@@ -134,6 +135,9 @@ def training_loader(
 ) -> DataLoader:
     """Shuffled batches of one size; set ``loader.batch_sampler.epoch`` before each epoch.
 
+    A batch is images, uint8 (B, C, crop, crop), and masks as :func:`~mshnet.data.bits.pack` makes
+    them, uint8 (B, 1, crop/8, crop).
+
     Args:
         batch_size: global.
         part: what this process loads of each global batch.
@@ -145,7 +149,10 @@ def training_loader(
 def evaluation_loader(
     dataset: EvaluationSet, batch_size: int, workers: int, part: Part = WHOLE
 ) -> DataLoader:
-    """All samples in order; the last batch is filled up with black frames to keep its shape."""
+    """All samples in order, in batches as of :func:`training_loader`.
+
+    The last batch is filled up with black frames to keep its shape.
+    """
     batches = FilledBatches(len(dataset), batch_size, part)
     return DataLoader(dataset, batch_sampler=batches, **_worker_options(workers))
 
@@ -155,7 +162,13 @@ def _worker_options(workers: int) -> dict:
         "num_workers": workers,
         "persistent_workers": workers > 0,
         "worker_init_fn": _leave_signals_to_the_trainer,
+        "collate_fn": _collate,
     }
+
+
+def _collate(samples: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    images, masks = default_collate(samples)
+    return [images, pack(masks)]
 
 
 def _leave_signals_to_the_trainer(worker: int) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from ..data.bits import unpack
 from ..metrics import DetectionMetrics
 from ..progress import progress
 from .backend import Backend
@@ -37,7 +38,7 @@ def predict_batches(
 
 def _fetch(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     logits, masks = pair
-    return logits.cpu(), masks.cpu()
+    return logits.cpu(), unpack(masks.cpu())
 
 
 def evaluate(

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..data.bits import unpack
 from ..loss import SLSIoULoss, multiscale_loss
 from .backend import Backend
 
@@ -44,14 +45,15 @@ def train_step(
 
     Args:
         images: uint8, (B, C, H, W), on the device.
-        masks: uint8 of 0 and 1, (B, 1, H, W), on the device.
+        masks: of :func:`mshnet.data.bits.pack`, uint8, (B, 1, H/8, W), on the device.
 
     Returns:
         The loss, a float32 scalar that stays on the device.
     """
     with backend.autocast():
         scales, fused = model(normalize(images), epoch > warm_epoch)
-    loss = multiscale_loss(criterion, scales, fused, masks.float(), warm_epoch, epoch)
+    target = unpack(masks).float()
+    loss = multiscale_loss(criterion, scales, fused, target, warm_epoch, epoch)
     loss.backward()
     backend.optimizer_step(optimizer)
     # Now and not before the next step: what is alive where a step ends is a result, to be stored.

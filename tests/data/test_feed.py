@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mshnet.data.augment import augment, resize
+from mshnet.data.bits import unpack
 from mshnet.data.feed import (
     BLANK,
     EpochBatches,
@@ -58,9 +59,18 @@ def test_training_batches_have_one_shape_and_8_bits(train):
     batches = epochs(train)[0]
     assert len(batches) == 2  # 7 samples: the rest that does not fill a batch is dropped
     for images, masks in batches:
-        assert images.shape == masks.shape == (3, 1, 32, 32)
+        assert images.shape == (3, 1, 32, 32)
+        assert masks.shape == (3, 1, 4, 32)
         assert images.dtype == masks.dtype == torch.uint8
-        assert set(masks.unique().tolist()) <= {0, 1}
+
+
+def test_a_batch_holds_the_samples_that_its_sampler_names(train):
+    dataset = TrainingSet(train, 32, 32, 0)
+    loader = training_loader(dataset, 3, 0)
+    for keys, (images, masks) in zip(loader.batch_sampler, loader, strict=True):
+        for key, image, mask in zip(keys, images, unpack(masks), strict=True):
+            assert torch.equal(image, dataset[key][0])
+            assert torch.equal(mask, dataset[key][1] != 0)
 
 
 def test_colour_has_three_channels(tiny_dataset):
@@ -181,9 +191,11 @@ def test_the_last_evaluation_batch_is_filled_up_with_black(test, workers):
     batches = list(loader)
     assert len(batches) == len(loader) == 2
     for images, masks in batches:
-        assert images.shape == masks.shape == (3, 1, 32, 32)
+        assert images.shape == (3, 1, 32, 32)
+        assert masks.shape == (3, 1, 4, 32)
         assert images.dtype == masks.dtype == torch.uint8
     images, masks = (torch.cat(column) for column in zip(*batches, strict=True))
+    masks = unpack(masks)
     for i in range(5):
         image, mask = resize(*test[i], 32)
         np.testing.assert_array_equal(images[i, 0], image)

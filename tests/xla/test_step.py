@@ -6,6 +6,7 @@ import torch_xla.core.xla_model as xm
 from torch.optim import Adagrad
 
 from mshnet import MSHNet, SLSIoULoss
+from mshnet.data.bits import pack
 from mshnet.model import ResidualBlock
 from mshnet.training import backend as backends
 from mshnet.training.step import Normalize, evaluation_step, train_step
@@ -65,7 +66,7 @@ def batch(seed, size=2):
     images = torch.randint(0, 256, (size, 1, SIZE, SIZE), dtype=torch.uint8, generator=generator)
     masks = torch.zeros(size, 1, SIZE, SIZE, dtype=torch.uint8)
     masks[..., 10:13, 5 + seed : 8 + seed] = 1
-    return images, masks
+    return images, pack(masks)
 
 
 @pytest.fixture(scope="module")

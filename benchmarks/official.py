@@ -8,7 +8,7 @@ batch, and float32 RGB images. The numbers are those of :class:`mshnet.MSHNet` a
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -164,28 +164,35 @@ def sls_loss(logits: Tensor, t: Tensor, warm_epoch: int, epoch: int) -> Tensor:
     return 1 - (alpha * iou).mean() + location
 
 
-def official_step(
+def official_update(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     images: Tensor,
     masks: Tensor,
     warm_epoch: int,
     epoch: int,
-) -> float:
-    """Forward, loss, backward, update, and the loss's value.
+    criterion: Callable[[Tensor, Tensor, int, int], Tensor] = sls_loss,
+) -> Tensor:
+    """Forward, loss, backward, update; the loss.
 
     Args:
         images: float32, (B, 3, H, W), normalised, on the device.
         masks: float32 of 0 and 1, (B, 1, H, W), on the device.
+        criterion: the loss of one map, as :func:`sls_loss`.
     """
     scales, fused = model(images, epoch > warm_epoch)
-    loss = sls_loss(fused, masks, warm_epoch, epoch)
+    loss = criterion(fused, masks, warm_epoch, epoch)
     for i, logits in enumerate(scales):
         if i > 0:
             masks = F.max_pool2d(masks, 2, 2)
-        loss = loss + sls_loss(logits, masks, warm_epoch, epoch)
+        loss = loss + criterion(logits, masks, warm_epoch, epoch)
     loss = loss / (len(scales) + 1)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    return loss.item()  # every step, for the running mean that is shown
+    return loss
+
+
+def official_step(*args, **kwargs) -> float:
+    """:func:`official_update`, and the loss's value."""
+    return official_update(*args, **kwargs).item()  # every step, for the mean that is shown

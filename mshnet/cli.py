@@ -1,4 +1,4 @@
-"""The commands: ``mshnet train|test|predict|check-data|doctor|aot``, and ``main_tpu.py``'s flags.
+"""The commands: ``mshnet train|test|predict|check-data|doctor|aot|bench``, ``main_tpu.py``'s flags.
 
 Exit codes: 0 done, 1 failed while running, 2 the request was wrong (one line says what to change),
 130 and 143 stopped by Ctrl-C and SIGTERM after saving.
@@ -25,6 +25,9 @@ from .xla.launch import ReplicaFailed
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The installed command ``mshnet``; returns the exit code."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if argv[:1] == ["bench"]:  # has its own flags, beside its code
+        return _run(_Bench(prog="mshnet bench"), argv[1:])
     return _run(_parser(), argv)
 
 
@@ -75,6 +78,22 @@ class _Parser(argparse.ArgumentParser):
         raise RequestError(f"{message} (`{self.prog} --help` lists the flags)")
 
 
+class _Bench(_Parser):
+    """Leaves the flags of ``mshnet bench`` to benchmarks/bench.py, which only a checkout has."""
+
+    def parse_args(self, argv: Sequence[str]) -> argparse.Namespace:
+        folder = Path(__file__).resolve().parent.parent / "benchmarks"
+        if not (folder / "bench.py").is_file():
+            raise RequestError(
+                "the benchmarks are in the repository, not in the installed package; clone it and "
+                "run `pip install -e .` there"
+            )
+        sys.path.insert(0, str(folder))
+        import bench
+
+        return argparse.Namespace(command=lambda _: bench.main(argv))
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="mshnet", description="Train, test and use MSHNet on TPU, CUDA and CPU.")
     parser.add_argument("--version", action="version", version=f"mshnet {__version__}")
@@ -120,6 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor_flags(command("doctor", None, "check what works on this machine, and how to mend it"))
 
     _add_aot_flags(command("aot", _aot, "what a step needs on a TPU, from the TPU's own compiler"))
+    command("bench", None, "compare with the official code's way of doing the same work")
     return parser
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.grad import conv2d_input, conv2d_weight
 
+from .batch_norm import remember
 from .fold import (
     columns,
     conv2d,
@@ -191,18 +192,11 @@ def _scale_and_shift(
         # The square of the mean from the mean of the squares: one look at the map gives both. Of a
         # channel that hardly varies rounding is all that is left, and may be negative.
         variance = (square.mean(0) - mean * mean).clamp(min=0)
-        _remember(norm, mean.detach(), variance.detach(), x.numel() / norm.num_features)
+        remember(norm, mean.detach(), variance.detach(), x.numel() / norm.num_features)
     else:
         mean, variance = norm.running_mean, norm.running_var
     scale = norm.weight * torch.rsqrt(variance + norm.eps)
     return scale, norm.bias - mean * scale
-
-
-@torch.no_grad()
-def _remember(norm: nn.BatchNorm2d, mean: Tensor, variance: Tensor, count: float) -> None:
-    norm.num_batches_tracked.add_(1)
-    norm.running_mean.lerp_(mean, norm.momentum)
-    norm.running_var.lerp_(variance * (count / (count - 1)), norm.momentum)
 
 
 def _pixels(values: Tensor, f: int) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from . import lanes
+from .batch_norm import batch_norm
 from .interpolate import upsample
 
 FOLDS = (0, 1, 2, 4, 8, 16)
@@ -89,9 +90,11 @@ class ResidualBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.fold:
             return lanes.residual_block(self, x)
-        residual = x if self.shortcut is None else self.shortcut(x)
-        x = torch.relu_(self.bn1(self.conv1(x)))
-        x = self.bn2(self.conv2(x))
+        residual = x
+        if self.shortcut is not None:
+            residual = batch_norm(self.shortcut[1], self.shortcut[0](x))
+        x = torch.relu_(batch_norm(self.bn1, self.conv1(x)))
+        x = batch_norm(self.bn2, self.conv2(x))
         x = self.ca(x) * x
         return torch.relu_(torch.addcmul(residual, self.sa(x), x))
 

@@ -20,6 +20,7 @@ from ..xla.runtime import Counters
 from ..xla.spmd import DataMesh
 from .config import Config
 from .folder import require_writable
+from .memory import keep_freed_memory
 
 WHERE_EIGHT = (
     "Colab's TPUs have 1 core; Kaggle's TPU v5e-8 has 8, and so has a Cloud TPU v5litepod-8"
@@ -166,6 +167,15 @@ class Backend:
         """Continue from a state of the same kind of device; another kind's is left alone."""
         if self.device.type == "cuda" and isinstance(state, Tensor):
             torch.cuda.set_rng_state(state)
+
+
+class CpuBackend(Backend):
+    """Eager PyTorch on the CPU."""
+
+    def __init__(self, precision: str = "fp32"):
+        keep_freed_memory()
+        label = f"cpu: {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+        super().__init__(torch.device("cpu"), label, precision)
 
 
 class XlaBackend(Backend):
@@ -443,5 +453,4 @@ def choose(
     if place == "cuda":
         name = torch.cuda.get_device_name()
         return Backend(torch.device("cuda"), f"cuda: {name}", precision)
-    label = f"cpu: {os.cpu_count()} cores, {torch.get_num_threads()} threads"
-    return Backend(torch.device("cpu"), label, precision)
+    return CpuBackend(precision)

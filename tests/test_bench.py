@@ -1,0 +1,208 @@
+"""``mshnet bench``: every row runs, small; it believes no clock before the numbers agree."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import bench
+import growth
+import measure
+import numpy as np
+import pytest
+import rows
+import torch
+import ways
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from official_data import OfficialMetrics
+
+from mshnet import RequestError, cli
+from mshnet.data.scenes import write_scenes
+from mshnet.metrics import DetectionMetrics
+
+ROOT = Path(__file__).resolve().parent.parent
+
+NETWORK = ["--widths", "2", "2", "2", "2", "2", "--depths", "1", "1", "1", "1", "1"]
+SMALL = ["--size", "32", "--epoch-size", "32", "--batch-size", "2", "--rounds", "1"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_scenes(
+        tmp_path_factory.mktemp("scenes") / "data", train=6, test=3, size=48, progress=False
+    )
+
+
+@pytest.fixture
+def small(data):
+    return rows.Settings(str(data), 32, 2, 1, 32, 6, widths=(2, 2, 2, 2, 2), depths=(1, 1, 1, 1, 1))
+
+
+def test_the_command_ends_with_one_json_line(data):
+    """As a user runs it: the rows that take seconds."""
+    command = [sys.executable, "-m", "mshnet", "bench", "--dataset-dir", str(data), "--json"]
+    command += ["--only", "cpu_step", "loader", "evaluation_cpu", "--images", "6"]
+    done = subprocess.run([*command, *SMALL, *NETWORK], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    [text] = done.stdout.splitlines()
+    answer = json.loads(text)
+    keys = ["cpu_step", "cpu_step_memory", "loader", "loader_512", "feed_bytes"]
+    assert list(answer["ratios"]) == [*keys, "evaluation_cpu", "metrics"]
+    # 16 bytes a pixel against one and a bit.
+    assert answer["ratios"]["feed_bytes"] == pytest.approx(16 / 1.125, abs=1e-3)
+    assert answer["met"]["feed_bytes"] is True
+    assert answer["failed"] == []
+    assert answer["not measured"] == ([] if torch.cuda.is_available() else ["cuda_step"])
+    checked = {row["key"]: row["checked"] for row in answer["rows"]}
+    assert "gradients within" in checked["cpu_step"]
+    assert "IoU" in checked["evaluation_cpu"]
+    assert "| `loader` |" in done.stderr
+
+
+def test_the_step_on_xla_falls_back_the_official_way_only(small):
+    found = {row.key: row for row in bench.alone(rows.xla_step, small)}
+    assert list(found) == ["xla_step", "trace", "trace_alone", "compile"]
+    assert found["xla_step"].note == "7 host fallbacks a step, ours none"
+    assert "ours 1;" in found["compile"].note
+    assert all(value > 0 for row in found.values() for value in (*row.official, *row.ours))
+
+
+def test_an_epoch_takes_as_many_steps_both_ways(small):
+    [running, cold] = bench.alone(rows.epoch, small)
+    assert running.checked == "3 and 3 steps"
+    assert cold.official[0] > running.official[0] > 0
+
+
+def test_evaluation_on_xla_gives_the_official_numbers(small):
+    [row] = rows.evaluation(small)
+    assert "Fa" in row.checked
+
+
+def test_the_tpu_s_compiler_counts_both_ways(small, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    [row] = bench.alone(rows.tpu_bytes, small)
+    assert row.official[0] > row.ours[0] > 0
+
+
+def test_the_rows_of_a_gpu_run_as_far_as_a_cpu_goes(small):
+    [step, memory] = rows._eager_step(small, "cpu", "cuda_step_bf16", None, "bf16")
+    assert step.note == "ours bf16"
+    assert memory.official[0] > 1e8
+
+
+# --- no clock is believed before the numbers agree -----------------------------------------------
+
+
+def test_numbers_that_differ_are_no_comparison(small, monkeypatch):
+    with pytest.raises(RuntimeError, match=r"loss of the first step: 0\.5 here, 0\.6 the official"):
+        rows._same_losses({"official": [0.6]}, {"ours": [0.5]})
+    numbers = dict.fromkeys(("iou", "pixel_accuracy", "pd", "fa"), 0.5) | {"tpr": [1], "fpr": [0]}
+    rows._same_numbers(numbers, numbers)
+    with pytest.raises(RuntimeError, match=r"pd: 0\.4 here"):
+        rows._same_numbers(numbers, numbers | {"pd": 0.4})
+
+
+def test_a_row_that_fails_is_named_and_the_others_go_on(data, monkeypatch, capsys):
+    monkeypatch.setitem(rows.ROWS, "broken", broken)
+    argv = ["--dataset-dir", str(data), *SMALL, "--only", "broken", "loader", "--images", "4"]
+    assert bench.main(argv) == 1
+    said = capsys.readouterr()
+    assert "broken: failed: loss: 1 here, 2 the official way" in said.err
+    assert json.loads(said.out.splitlines()[-1])["failed"] == ["broken"]
+    assert "`loader`" in said.out
+
+
+def broken(settings):
+    measure.close(1, 2, 0.1, "loss")
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 999), noise=st.floats(0, 6))
+def test_the_official_metrics_are_the_package_s_in_the_official_definition(seed, noise):
+    generator = torch.Generator().manual_seed(seed)
+    masks = torch.zeros(3, 1, 32, 32)
+    masks[0, 0, 4:7, 5:9] = masks[1, 0, 20:22, 20:24] = masks[1, 0, 3:5, 3:5] = 1
+    masks[2, 0, 10:12, 10:12] = 1
+    logits = 8 * (masks - 0.5) + noise * torch.randn(masks.shape, generator=generator)
+    official, ours = OfficialMetrics(32), DetectionMetrics(32, "official")
+    for i in range(3):
+        official.update(logits[i : i + 1], masks[i : i + 1])
+    ours.update(logits, masks)
+    found = ours.compute()
+    for name, value in official.numbers().items():
+        np.testing.assert_allclose({**found, **found["roc"]}[name], value, rtol=1e-6)
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ("--only xla_stop", "--only xla_stop: choose of xla_step, cpu_step"),
+        ("--size 50", "--base_size 50"),
+        ("--rounds 0", "--rounds 0: must be at least 1"),
+        ("--batch-size 7", "--batch-size 7: more than the 6 training images"),
+        ("--official /nowhere", "--official /nowhere: model/MSHNet.py, model/loss.py"),
+        ("--sizes 50", "unrecognized arguments: --sizes 50 (`mshnet bench --help`"),
+    ],
+)
+def test_a_wrong_request_is_one_line(data, flags, text, capsys):
+    assert cli.main(["bench", "--dataset-dir", str(data), *flags.split()]) == 2
+    said = capsys.readouterr().err
+    assert text.replace("base_size", "base-size") in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.parametrize("flags", [["--device", "cuda"], ["--only", "cuda_step"]])
+def test_no_gpu_is_said(data, flags, capsys):
+    assert cli.main(["bench", "--dataset-dir", str(data), *flags]) == 2
+    assert "finds no CUDA GPU" in capsys.readouterr().err
+
+
+def test_a_checkout_that_does_not_import_names_what_is_missing(tmp_path, monkeypatch):
+    for name in ways.FILES:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("import something_that_nobody_has\n")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(RequestError, match="something_that_nobody_has"):
+        ways.choose(str(tmp_path))
+
+
+# --- rows and growth -----------------------------------------------------------------------------
+
+
+def test_ratios_are_how_many_times_better_ours_is():
+    time = measure.Row("a", "", "s", [4, 6, 8], [2, 2, 4])
+    assert time.ratio == 3
+    assert time.spread == (2, 3)
+    rate = measure.Row("b", "", "samples/s", [10, 10], [30, 50], goal=3)
+    assert rate.ratio == 4
+    assert rate.spread == (3, 5)
+    assert "3× met" in bench.markdown([rate])
+
+
+def test_growth_is_a_slope_and_a_start():
+    slope, start = growth._line([1, 2, 4], [3, 5, 9])
+    assert (slope, start) == (pytest.approx(2), pytest.approx(1))
+
+
+def test_metrics_grow_with_the_targets_and_are_drawn(small):
+    points, figure, words = growth.targets(small)
+    assert sorted(points) == [1, 4, 16, 36, 64]
+    assert all(value > 0 for pair in points.values() for value in pair)
+    assert len(figure.axes[0].lines) == len(words) == 2
+
+
+def test_ten_thousand_names_are_links_to_a_few_scenes(tmp_path):
+    folder = growth._many(tmp_path / "data", 120)
+    assert len(list((folder / "images").iterdir())) == 120
+    for cache in ("none", "ram"):
+        point = growth._cache_point(str(folder), cache)
+        assert point["rate"] > 0
+
+
+def test_batches_reach_the_device(small):
+    assert growth._alone(growth._feed_point, small, 1, 1, PJRT_DEVICE="CPU") > 0

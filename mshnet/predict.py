@@ -163,13 +163,16 @@ def _probabilities(
     normalize = Normalize().to(backend.device)
     model.eval()
     phase = backend.put(torch.tensor([full]))
+    state = [*model.parameters(), *model.buffers(), *normalize.buffers()]
+    step = backend.repeated(
+        lambda images, phase: (evaluation_step(model, normalize, backend, images, phase),), state
+    )
     loader = DataLoader(_Frames(paths, size, channels), batch_size, collate_fn=list)
     for frames in loader:
         batch = torch.zeros(batch_size, channels, size, size, dtype=torch.uint8)
         for i, (pixels, _) in enumerate(frames):
             batch[i] = pixels
-        logits = evaluation_step(model, normalize, backend, backend.put(batch), phase)
-        backend.end_step()
+        [logits] = step(backend.put(batch), phase)
         logits = logits.cpu()
         for i, (_, shape) in enumerate(frames):
             own = F.interpolate(logits[i : i + 1], shape, mode="bilinear", align_corners=False)

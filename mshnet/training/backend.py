@@ -16,11 +16,14 @@ from ..data.feed import WHOLE, Part
 from ..errors import RequestError
 from ..xla import runtime
 from ..xla.launch import Replicas
+from ..xla.replay import Replay
 from ..xla.runtime import Counters
 from ..xla.spmd import DataMesh
 from .config import Config
 from .folder import require_writable
 from .memory import keep_freed_memory
+
+Step = Callable[..., tuple[Tensor, ...]]
 
 WHERE_EIGHT = (
     "Colab's TPUs have 1 core; Kaggle's TPU v5e-8 has 8, and so has a Cloud TPU v5litepod-8"
@@ -116,6 +119,23 @@ class Backend:
     def end_step(self) -> None:
         """Where a step ends."""
 
+    def repeated(self, step: Step, state: Iterable[Tensor]) -> Step:
+        """A step that will run many times, and ends itself.
+
+        Args:
+            step: from tensors on the device to a tuple of such, without :meth:`end_step`. What
+                differs from one run to the next has to be an argument.
+            state: what else it reads and changes: parameters, buffers, the optimizer's sums, and
+                the counts that it raises on the host.
+        """
+
+        def run(*batch: Tensor) -> tuple[Tensor, ...]:
+            results = step(*batch)
+            self.end_step()
+            return results
+
+        return run
+
     def readable(self, tensor: Tensor) -> Tensor:
         """A result that this process will read, made so that it can."""
         return tensor
@@ -199,6 +219,11 @@ class XlaBackend(Backend):
     def end_step(self) -> None:
         runtime.end_step()
 
+    def repeated(self, step: Step, state: Iterable[Tensor]) -> Step:
+        state = list(state)
+        on_device = [tensor for tensor in state if tensor.device.type == "xla"]
+        return Replay(step, on_device, [t for t in state if t.device.type != "xla"])
+
     def counters(self) -> Counters:
         return runtime.counters()
 
@@ -242,6 +267,11 @@ class SpmdBackend(XlaBackend):
         self.mesh.replicate([placed])
         return placed
 
+    def repeated(self, step: Step, state: Iterable[Tensor]) -> Step:
+        # Under SPMD torch_xla gives what a program has read another number, so that a program's
+        # arguments cannot be found again (mshnet/xla/replay.py).
+        return Backend.repeated(self, step, state)
+
     def readable(self, tensor: Tensor) -> Tensor:
         # A host can read only what one of its cores holds, so every core gets the whole tensor.
         # A result of its own, because an input's sharding is fixed.
@@ -282,6 +312,10 @@ class ReplicaBackend(XlaBackend):
 
     def optimizer_step(self, optimizer: Optimizer) -> None:
         self.replicas.optimizer_step(optimizer)
+
+    def repeated(self, step: Step, state: Iterable[Tensor]) -> Step:
+        # Virtual replicas reduce on the host, in the middle of a step.
+        return Backend.repeated(self, step, state)
 
     def sum(self, values: Tensor) -> Tensor:
         return self.replicas.gather(values).sum(0)

@@ -24,11 +24,16 @@ def predict_batches(
     """
     model.eval()
     phase = backend.put(torch.tensor([full]))
+
+    def step(images: Tensor, masks: Tensor, phase: Tensor) -> tuple[Tensor, Tensor]:
+        logits = evaluation_step(model, normalize, backend, images, phase)
+        return backend.readable(logits), backend.readable(masks)
+
+    state = [*model.parameters(), *model.buffers(), *normalize.buffers()]
+    step = backend.repeated(step, state)
     waiting = None
     for images, masks in backend.feed(loader):
-        logits = evaluation_step(model, normalize, backend, images, phase)
-        pair = backend.readable(logits), backend.readable(masks)
-        backend.end_step()
+        pair = step(images, masks, phase)
         if waiting is not None:
             yield _fetch(waiting)
         waiting = pair

@@ -3,6 +3,7 @@
 import hashlib
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -98,6 +99,12 @@ class Trainer:
         self.normalize = Normalize()
         backend.move(self.normalize)
         self.criterion = SLSIoULoss()
+        state = [*self.model.parameters(), *self.model.buffers(), *self.normalize.buffers()]
+        state += [value for slots in self.optimizer.state.values() for value in slots.values()]
+        self._steps = {
+            full: backend.repeated(partial(self._step_of_phase, full), state)
+            for full in (False, True)
+        }
         if resume:
             backend.set_replica_state(self.model, resume.get("replica_state"))
             torch.set_rng_state(resume.get("rng", {}).get("host", torch.get_rng_state()))
@@ -181,20 +188,9 @@ class Trainer:
             self.steps,
             initial=first,
         )
+        step = self._steps[self.epoch > self.config.warm_epoch]
         for images, masks in bar:
-            loss = train_step(
-                self.model,
-                self.normalize,
-                self.criterion,
-                self.optimizer,
-                self.backend,
-                images,
-                masks,
-                self.config.warm_epoch,
-                self.epoch,
-            )
-            total = total + loss
-            self.backend.end_step()
+            [total] = step(images, masks, total)
             self.step += 1
             # Reading a value waits for the device, so the bar shows the mean of ten steps ago,
             # which has been computed by now.
@@ -213,6 +209,23 @@ class Trainer:
         if self.step != self.steps:
             raise RuntimeError(f"the loader gave {self.step} of {self.steps} batches")
         self._total = total
+
+    def _step_of_phase(
+        self, full: bool, images: Tensor, masks: Tensor, total: Tensor
+    ) -> tuple[Tensor]:
+        """A step, and the sum of the losses with its own."""
+        loss = train_step(
+            self.model,
+            self.normalize,
+            self.criterion,
+            self.optimizer,
+            self.backend,
+            images,
+            masks,
+            self.config.warm_epoch,
+            self.config.warm_epoch + full,
+        )
+        return (self.backend.readable(total + loss),)
 
     def _ask(self, next_seconds: float = 0.0) -> int:
         """What the session wants, the same answer in every process."""

@@ -120,6 +120,11 @@ class Counts:
         return found, missed
 
     @property
+    def repeated(self) -> int:
+        """Programs that were called without tracing a step: by a replay, or by torch.compile."""
+        return self._metric("RunCachedGraphInputData").samples
+
+    @property
     def persistent_cache(self) -> tuple[int, int] | None:
         """Programs found and not found on disk; None where no such cache is in use."""
         names = ("PersistentCacheHit", "PersistentCacheMiss")

@@ -150,10 +150,10 @@ class Watch:
     def _end_step(self, line: Line | None, launched: float) -> None:
         ended, now = time.time(), counts.now()
         did = now - self._step_before
-        if not any(did.cache):
+        if not any(did.cache) and not did.repeated:
             return  # nothing was pending: the loaders sync as well, before each batch
         graph = None
-        if self._recorder:
+        if self._recorder and any(did.cache):
             inside = sum(c.count for c in self._recorder.compiled if c.step == self._recorder.step)
             graph = self._recorder.end_step(line, did.cache[1] - inside)
         wait = did.metrics.get("DeviceLockWait", counts.Metric()).total
@@ -168,7 +168,7 @@ class Watch:
                 compile_seconds=did.compile_seconds,
                 wait_seconds=wait + did.from_device.seconds,
                 execute_seconds=0.0,
-                programs=sum(did.cache),
+                programs=max(sum(did.cache), did.repeated),
                 fallbacks=sum(did.fallbacks.values()),
                 host_reads=did.host_reads,
                 updates=max(self._optimizers.values(), default=0),

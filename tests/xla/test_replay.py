@@ -1,0 +1,154 @@
+"""A step that is traced once gives the numbers of one that is traced each time."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from mshnet.training import backend as backends
+from mshnet.training.backend import Backend
+from mshnet.xla import counts, runtime
+from mshnet.xla.replay import Replay
+
+
+@pytest.fixture(scope="module")
+def backend():
+    return backends.choose("tpu")
+
+
+class Training:
+    """A small network with batch norm, and Adagrad."""
+
+    def __init__(self, backend):
+        torch.manual_seed(0)
+        self.backend = backend
+        self.model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 1, 3))
+        self.optimizer = backend.place(
+            self.model, lambda m: torch.optim.Adagrad(m.parameters(), lr=0.1), None
+        )
+        self.traced = 0
+
+    def state(self):
+        sums = [v for slots in self.optimizer.state.values() for v in slots.values()]
+        return [*self.model.parameters(), *self.model.buffers(), *sums]
+
+    def step(self, images, total):
+        self.traced += 1
+        loss = self.model(images).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return (total + loss.detach(),)
+
+    def train(self, repeated, batches):
+        """Losses summed up after each step, and all that is left."""
+        total, seen = self.backend.put(torch.zeros(1)), []
+        for images in batches:
+            [total] = repeated(self.backend.put(images), total)
+            seen.append(total.item())
+        left = [*self.model.state_dict().values()]
+        left += [v for slots in self.optimizer.state.values() for v in slots.values()]
+        return seen, [value.cpu() for value in left]
+
+
+def batches(count=4, size=8):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(2, 1, size, size, generator=generator) for _ in range(count)]
+
+
+def test_numbers_are_those_of_tracing_each_time(backend):
+    usual, quick = Training(backend), Training(backend)
+    expected = usual.train(Backend.repeated(backend, usual.step, usual.state()), batches())
+    replay = backend.repeated(quick.step, quick.state())
+    seen, left = quick.train(replay, batches())
+    assert replay.why is None
+    assert (usual.traced, quick.traced) == (4, 1)
+    assert seen == expected[0]
+    for ours, theirs in zip(left, expected[1], strict=True):
+        assert torch.equal(ours, theirs)  # weights, statistics, sums, and counts of steps
+
+
+def test_one_program_for_each_shape(backend):
+    training = Training(backend)
+    replay = backend.repeated(training.step, training.state())
+    before = counts.now().compilations
+    training.train(replay, batches(3, 10) + batches(2, 12) + batches(2, 10))
+    assert training.traced == 2
+    assert counts.now().compilations - before == 2
+
+
+def test_what_was_changed_from_outside_is_seen(backend):
+    training = Training(backend)
+    replay = backend.repeated(training.step, training.state())
+    training.train(replay, batches(2))
+    with torch.no_grad():
+        for parameter in training.model.parameters():
+            parameter.mul_(0)
+    total, _ = training.train(replay, batches(1))
+    assert total == [0]
+    assert training.traced == 1
+
+
+def test_a_result_that_is_an_argument_is_handed_through(backend):
+    replay = Replay(lambda x, y: (x * 2, y), [])
+    for value in (1.0, 2.0):
+        x, y = (backend.put(torch.full((3,), v)) for v in (value, 7.0))
+        double, same = replay(x, y)
+        assert double.tolist() == [2 * value] * 3
+        assert same is y
+    assert replay.why is None
+
+
+# --- what cannot be repeated is traced each time, with the same numbers --------------------------
+
+
+def refused(step, state=()):
+    """A step's results, three times, and why it is not repeated."""
+    replay = Replay(step, state)
+    device = runtime.device()
+    found = [replay(torch.full((2,), float(i)).to(device))[0].tolist() for i in range(3)]
+    return found, replay.why
+
+
+def test_a_step_that_reads_a_value(backend):
+    def step(x):
+        return (x + x.sum().item(),)
+
+    found, why = refused(step)
+    assert found == [[0, 0], [3, 3], [6, 6]]
+    assert "a value was read" in why
+
+
+def test_a_step_that_reads_something_unknown(backend):
+    hidden = backend.put(torch.ones(2))
+
+    def step(x):
+        return (x + hidden,)
+
+    found, why = refused(step)
+    assert found == [[1, 1], [2, 2], [3, 3]]
+    assert why == "the step reads 1 tensor of shape (2,), neither state nor arguments"
+
+
+def test_a_step_that_keeps_something(backend):
+    kept = []
+
+    def step(x):
+        kept.append(x * 5)
+        return (x * 2,)
+
+    found, why = refused(step)
+    assert found == [[0, 0], [2, 2], [4, 4]]
+    assert why == "the step leaves 1 tensor of shape (2,), neither state nor results"
+    assert kept[2].tolist() == [10, 10]
+
+
+def test_other_devices_run_the_step_as_it_is():
+    plain = Backend(torch.device("cpu"), "cpu")
+    training = Training(plain)
+    expected = copy.deepcopy(training.model)
+    run = plain.repeated(training.step, training.state())
+    total, _ = training.train(run, batches(2))
+    assert training.traced == 2
+    assert total[0] == pytest.approx(expected(batches(1)[0]).square().mean().item(), rel=1e-5)

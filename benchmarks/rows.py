@@ -40,6 +40,7 @@ from mshnet.training.trainer import Trainer
 from mshnet.xla import aot, counts, runtime
 
 RATE, WARM_EPOCH, EPOCH = 0.05, 0, 1  # the full phase: all heads, the whole loss
+TAUGHT = 40  # steps before an evaluation
 
 
 @dataclass(frozen=True)
@@ -435,6 +436,8 @@ class Evaluation:
         network = settings.widths, settings.depths
         self.theirs = self.way.network(*network).eval()
         self.model = MSHNet(3, *network)
+        _teach(self.model, settings)
+        self.theirs.load_state_dict(self.model.state_dict())
         with torch.no_grad():
             images, _ = next(iter(self.their_loader))
             logits = self.theirs(images, True)[1]
@@ -468,6 +471,21 @@ class Evaluation:
     def report(self) -> dict[str, Any]:
         """Numbers of both ways, as far as they ran here."""
         return {"numbers": self.numbers, "images": self.images, "label": self.backend.label}
+
+
+def _teach(model: MSHNet, settings: Settings) -> None:
+    """A few steps on the CPU, small, so that there is something to evaluate."""
+    samples = DataFolder(settings.folder).samples("train")[: settings.images]
+    store = SampleStore(samples, channels=3, title="read images")
+    loader = training_loader(TrainingSet(store, 64, 64, 0), settings.batch_size, 0)
+    backend = Backend(torch.device("cpu"), "cpu")
+    optimizer = Adagrad(model.parameters(), lr=RATE)
+    model.train()
+    for _, (images, masks) in zip(range(TAUGHT), loader, strict=False):
+        train_step(
+            model, Normalize(), SLSIoULoss(), optimizer, backend, images, masks, WARM_EPOCH, EPOCH
+        )
+    model.eval()
 
 
 def evaluation(settings: Settings) -> list[Row]:

@@ -2,25 +2,28 @@
 
 torch_xla writes a step down anew whenever it runs, operation by operation, and then finds out that
 it knows the program. For a step of MSHNet that takes the host a tenth of a second or more, whatever
-the batch; a TPU that computes the step in less waits for the rest. Here only the first step is
-traced. After it the compiled program is called with the present state and the next batch, as
-``torch.compile(backend="openxla")`` does, too.
+the batch; a TPU that computes the step in less waits for the rest. Here the first two steps are
+traced, the second to see that it is the first again. After them the compiled program is called with
+the present state and the next batch, as ``torch.compile(backend="openxla")`` does, too.
 """
 
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from . import counts, graph, runtime
 
 
 class Replay:
-    """A step on the XLA device that costs the host next to nothing after its first call.
+    """A step on the XLA device that costs the host next to nothing after its second call.
 
-    What a step does on the host is done in its first call only: everything that differs from step
+    What a step does on the host is done in these two calls only: everything that differs from step
     to step must come as an argument. A step that cannot be repeated is traced each time, with the
-    same numbers; :attr:`why` says why.
+    same numbers; :attr:`why` says why. Numbers that change later than in the second step (a
+    learning rate's schedule) are not noticed: make a new Replay then, or hand them over as tensors.
 
     Args:
         step: from tensors to a tuple of tensors, all on the device. It may change the state in
@@ -52,8 +55,8 @@ class Replay:
         key = tuple((t.shape, t.dtype) for t in batch)
         program = self._programs.get(key)
         _settle([*self._state, *batch])
-        if program is None:
-            return self._first(key, batch)
+        if program is None or not program.seen_twice:
+            return self._trace(key, batch, program)
         if program.counted:
             torch._foreach_add_(program.counted, 1)
         return program.run(self._state, batch)
@@ -63,20 +66,30 @@ class Replay:
         runtime.end_step()
         return results
 
-    def _first(self, key: tuple, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Trace a step, keep its program, and run it."""
+    def _trace(
+        self, key: tuple, batch: tuple[Tensor, ...], before: "_Program | None"
+    ) -> tuple[Tensor, ...]:
+        """Trace a step, keep its program, and run it.
+
+        Args:
+            key: shapes and types of the batch.
+            batch: the step's arguments.
+            before: the program of the step before, if there was one.
+        """
         known = graph.marks(graph.pending())
         places = {n: (0, i) for i, t in enumerate(self._state) for n in _numbers(t)}
         places |= {n: (1, i) for i, t in enumerate(batch) for n in _numbers(t)}
         executed = counts.now().executions
         counted = [t.clone() for t in self._counted]
-        results = self._step(*batch)
+        with _Numbers() as numbers:
+            results = self._step(*batch)
         if counts.now().executions > executed:
             self.why = "a part of the step ran while it was traced: a value was read, or an \
 operation without lowering ran on the host"
         else:
             program = _Program(self._state, batch, results, places)
-            self.why = program.fault(known)
+            program.numbers = numbers.seen
+            self.why = program.fault(known) or program.difference(before)
         if self.why:
             runtime.end_step()
             return results
@@ -84,6 +97,7 @@ operation without lowering ran on the host"
         pairs = zip(self._counted, counted, strict=True)
         program.counted = [t for t, before in pairs if not torch.equal(t, before)]
         program.compile()
+        program.seen_twice = before is not None
         self._programs[key] = program
         del results  # or the next sync would compute them
         return program.run(self._state, batch)
@@ -98,6 +112,25 @@ def _numbers(tensor: Tensor) -> set[int]:
 
     numbers, _ = torch_xla._XLAC._get_tensors_xla_device_data_node([tensor])
     return {torch_xla._XLAC._xla_get_tensor_id(tensor), *numbers}
+
+
+class _Numbers(TorchFunctionMode):
+    """Sees the calls of a step and the numbers that they are given.
+
+    Such as Adam's correction for the first steps. The backward pass has none of its own.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.seen: list[tuple] = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        numbers = tuple(
+            leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, (bool, int, float))
+        )
+        self.seen.append((getattr(function, "__name__", ""), numbers))
+        return function(*args, **kwargs)
 
 
 def _settle(tensors: list[Tensor]) -> None:
@@ -119,6 +152,8 @@ class _Program:
 
     Attributes:
         counted: host tensors that each run raises by one.
+        numbers: calls of the traced step, with the numbers in their arguments.
+        seen_twice: whether two steps, one after the other, were the same.
     """
 
     def __init__(
@@ -132,6 +167,8 @@ class _Program:
 
         xla = torch_xla._XLAC
         self.counted: list[Tensor] = []
+        self.numbers: list[tuple] = []
+        self.seen_twice = False
         waiting = xla._check_tensor_need_materialization(state)
         self._changed = [i for i, waits in enumerate(waiting) if waits]
         # A result that is an argument, untouched, is no result of the program.
@@ -161,6 +198,17 @@ class _Program:
         others = [tuple(t.shape) for t in graph.pending(known | marks)]
         if others:
             return f"the step leaves {_some(others)}, neither state nor results"
+        return None
+
+    def difference(self, before: "_Program | None") -> str | None:
+        """What differs from the step before, or None. Numbers are part of a program."""
+        if before is None:
+            return None
+        for old, new in zip(before.numbers, self.numbers, strict=False):
+            if old != new:
+                return f"the numbers of a step differ from those of the step before: {old}, {new}"
+        if len(before.numbers) != len(self.numbers):
+            return "a step makes other calls than the step before"
         return None
 
     def compile(self) -> None:

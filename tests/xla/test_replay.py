@@ -1,6 +1,7 @@
 """A step that is traced once gives the numbers of one that is traced each time."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -63,36 +64,53 @@ def test_numbers_are_those_of_tracing_each_time(backend):
     replay = backend.repeated(quick.step, quick.state())
     seen, left = quick.train(replay, batches())
     assert replay.why is None
-    assert (usual.traced, quick.traced) == (4, 1)
+    assert (usual.traced, quick.traced) == (4, 2)
     assert seen == expected[0]
     for ours, theirs in zip(left, expected[1], strict=True):
         assert torch.equal(ours, theirs)  # weights, statistics, sums, and counts of steps
+
+
+def test_the_guide_s_example(backend):
+    """As it stands in GUIDE.md, with a model that is not ours."""
+    text = (Path(__file__).resolve().parents[2] / "GUIDE.md").read_text()
+    [code] = [part for part in text.split("```") if "import Replay" in part]
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.LazyLinear(5))
+    images = torch.randn(2, 3, 6, 6)
+    model(images)
+    optimizer = backend.place(model, lambda m: torch.optim.Adagrad(m.parameters()), None)
+    given = {"model": model, "optimizer": optimizer, "F": nn.functional}
+    given["feed"] = [(backend.put(images), backend.put(torch.tensor([i, 1]))) for i in range(3)]
+    given["total"] = backend.put(torch.zeros(1))
+    exec(code.removeprefix("python\n"), given)
+    assert given["step"].why is None
+    assert given["total"].item() > 0
+    assert {int(slots["step"]) for slots in optimizer.state.values()} == {3}
 
 
 def test_one_program_for_each_shape(backend):
     training = Training(backend)
     replay = backend.repeated(training.step, training.state())
     before = counts.now().compilations
-    training.train(replay, batches(3, 10) + batches(2, 12) + batches(2, 10))
-    assert training.traced == 2
+    training.train(replay, batches(3, 10) + batches(3, 12) + batches(2, 10))
+    assert training.traced == 4  # twice for each
     assert counts.now().compilations - before == 2
 
 
 def test_what_was_changed_from_outside_is_seen(backend):
     training = Training(backend)
     replay = backend.repeated(training.step, training.state())
-    training.train(replay, batches(2))
+    training.train(replay, batches(3))
     with torch.no_grad():
         for parameter in training.model.parameters():
             parameter.mul_(0)
     total, _ = training.train(replay, batches(1))
     assert total == [0]
-    assert training.traced == 1
+    assert training.traced == 2
 
 
 def test_a_result_that_is_an_argument_is_handed_through(backend):
     replay = Replay(lambda x, y: (x * 2, y), [])
-    for value in (1.0, 2.0):
+    for value in (1.0, 2.0, 3.0):
         x, y = (backend.put(torch.full((3,), v)) for v in (value, 7.0))
         double, same = replay(x, y)
         assert double.tolist() == [2 * value] * 3
@@ -142,6 +160,31 @@ def test_a_step_that_keeps_something(backend):
     assert found == [[0, 0], [2, 2], [4, 4]]
     assert why == "the step leaves 1 tensor of shape (2,), neither state nor results"
     assert kept[2].tolist() == [10, 10]
+
+
+def test_a_step_whose_numbers_change(backend):
+    """Adam corrects its first steps by numbers that it computes on the host."""
+    weight = backend.put(torch.ones(3))
+    optimizer = torch.optim.Adam([weight.requires_grad_()], lr=0.1)
+    optimizer.state[weight] = {
+        "step": torch.tensor(0.0),
+        "exp_avg": backend.put(torch.zeros(3)),
+        "exp_avg_sq": backend.put(torch.zeros(3)),
+    }
+
+    def step(x):
+        (weight * x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return (weight.detach() * 1,)
+
+    slots = optimizer.state[weight]
+    replay = Replay(step, [weight, slots["exp_avg"], slots["exp_avg_sq"]], [slots["step"]])
+    for number in range(1, 5):
+        [left] = replay(backend.put(torch.ones(3)))
+        # With a gradient that stays the same, every step is as long as the learning rate.
+        assert left.tolist() == pytest.approx([1 - 0.1 * number] * 3, abs=1e-5)
+    assert "the numbers of a step differ" in replay.why
 
 
 def test_other_devices_run_the_step_as_it_is():

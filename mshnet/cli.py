@@ -16,7 +16,14 @@ from .data.check import check, table
 from .data.store import CACHES
 from .doctor.command import add_flags as doctor_flags
 from .errors import RequestError
-from .training.config import DEVICES, PRECISIONS, STRATEGIES, Config, default_workers
+from .training.config import (
+    DEVICES,
+    MOST_WORKERS,
+    PRECISIONS,
+    STRATEGIES,
+    Config,
+    default_workers,
+)
 from .training.folder import to_json
 from .training.session import EXIT_CODES
 from .xla.aot import EFFORTS, CompilerFailed, cache_folder
@@ -229,7 +236,7 @@ def _add_train_flags(parser: argparse.ArgumentParser) -> None:
         parser,
         "workers",
         "loader processes",
-        default_text=f"cores - 1, at most 8; here {default_workers()}",
+        default_text=f"cores - 1, at most {MOST_WORKERS}; here {default_workers()}",
     )
     _add(parser, "seed", "of weights, order and augmentation")
     _add_device_flags(parser)

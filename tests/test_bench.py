@@ -60,23 +60,19 @@ def test_the_command_ends_with_one_json_line(data):
     assert "| `loader` |" in done.stderr
 
 
-def test_the_step_on_xla_falls_back_the_official_way_only(small):
-    found = {row.key: row for row in bench.alone(rows.xla_step, small)}
-    assert list(found) == ["xla_step", "trace", "trace_alone", "compile"]
+def on_xla(settings):
+    """Both in one process: they compile the same programs."""
+    return rows.xla_step(settings) + rows.epoch(settings)
+
+
+def test_on_xla_only_the_official_way_falls_back(small):
+    found = {row.key: row for row in bench.alone(on_xla, small)}
+    keys = ["xla_step", "trace", "trace_alone", "compile"]
+    assert list(found) == [*keys, "epoch", "epoch_cold"]
+    assert found["epoch"].checked == "3 and 3 steps"
     assert found["xla_step"].note == "7 host fallbacks a step, ours none"
     assert "ours 1;" in found["compile"].note
     assert all(value > 0 for row in found.values() for value in (*row.official, *row.ours))
-
-
-def test_an_epoch_takes_as_many_steps_both_ways(small):
-    [running, cold] = bench.alone(rows.epoch, small)
-    assert running.checked == "3 and 3 steps"
-    assert cold.official[0] > running.official[0] > 0
-
-
-def test_evaluation_on_xla_gives_the_official_numbers(small):
-    [row] = rows.evaluation(small)
-    assert "Fa" in row.checked
 
 
 def test_the_tpu_s_compiler_counts_both_ways(small, tmp_path, monkeypatch):
@@ -86,9 +82,14 @@ def test_the_tpu_s_compiler_counts_both_ways(small, tmp_path, monkeypatch):
 
 
 def test_the_rows_of_a_gpu_run_as_far_as_a_cpu_goes(small):
-    [step, memory] = rows._eager_step(small, "cpu", "cuda_step_bf16", None, "bf16")
-    assert step.note == "ours bf16"
-    assert memory.official[0] > 1e8
+    reports = {}
+    for name in ("official", "ours"):
+        step = rows._make_step(small, "cpu", "bf16", False, name)
+        getattr(step, name)()
+        reports[name] = step.report()
+    losses = (reports[name]["losses"] for name in ("official", "ours"))
+    assert "loss of the first step" in rows._same_losses(*losses, 0.1)
+    assert reports["ours"]["peak"] > 1e8
 
 
 # --- no clock is believed before the numbers agree -----------------------------------------------
@@ -149,7 +150,8 @@ def test_the_official_metrics_are_the_package_s_in_the_official_definition(seed,
     ],
 )
 def test_a_wrong_request_is_one_line(data, flags, text, capsys):
-    assert cli.main(["bench", "--dataset-dir", str(data), *flags.split()]) == 2
+    argv = ["bench", "--dataset-dir", str(data), "--batch-size", "2", *flags.split()]
+    assert cli.main(argv) == 2
     said = capsys.readouterr().err
     assert text.replace("base_size", "base-size") in said
     assert said.count("\n") == 1
@@ -158,7 +160,7 @@ def test_a_wrong_request_is_one_line(data, flags, text, capsys):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 @pytest.mark.parametrize("flags", [["--device", "cuda"], ["--only", "cuda_step"]])
 def test_no_gpu_is_said(data, flags, capsys):
-    assert cli.main(["bench", "--dataset-dir", str(data), *flags]) == 2
+    assert cli.main(["bench", "--dataset-dir", str(data), "--batch-size", "2", *flags]) == 2
     assert "finds no CUDA GPU" in capsys.readouterr().err
 
 

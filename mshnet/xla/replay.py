@@ -1,4 +1,4 @@
-"""Steps that are traced once and then repeated: ``step = Replay(step, state)``.
+"""Steps that are traced twice and then repeated: ``step = Replay(step, state)``.
 
 torch_xla writes a step down anew whenever it runs, operation by operation, and then finds out that
 it knows the program. For a step of MSHNet that takes the host a tenth of a second or more, whatever
@@ -97,7 +97,7 @@ operation without lowering ran on the host"
         pairs = zip(self._counted, counted, strict=True)
         program.counted = [t for t, before in pairs if not torch.equal(t, before)]
         program.compile()
-        program.seen_twice = before is not None
+        program.seen_twice = before is not None and before.same_as(program)
         self._programs[key] = program
         del results  # or the next sync would compute them
         return program.run(self._state, batch)
@@ -210,6 +210,10 @@ class _Program:
         if len(before.numbers) != len(self.numbers):
             return "a step makes other calls than the step before"
         return None
+
+    def same_as(self, other: "_Program") -> bool:
+        """Whether both compute the same; after :meth:`compile`."""
+        return self._hash == other._hash
 
     def compile(self) -> None:
         """Have the program ready, and forget the tensors it was traced with."""

@@ -35,7 +35,7 @@ from mshnet.training import backend as backends
 from mshnet.training.backend import Backend
 from mshnet.training.config import Config
 from mshnet.training.evaluation import evaluate
-from mshnet.training.step import Normalize, train_step
+from mshnet.training.step import Normalize, summed_step, train_step
 from mshnet.training.trainer import Trainer
 from mshnet.xla import aot, counts, runtime
 
@@ -102,8 +102,8 @@ class Step:
         self.their_images = self.backend.put(Normalize()(images))
         self.their_masks = self.backend.put(masks.float())
         self.total = self.backend.put(torch.zeros(1))
-        state = [*self.model.parameters(), *self.model.buffers(), *self.normalize.buffers()]
-        state += [value for slots in self.optimizer.state.values() for value in slots.values()]
+        parts = self.model, self.normalize, self.criterion, self.optimizer, self.backend
+        self.trace_ours, state = summed_step(*parts, WARM_EPOCH, EPOCH)
         self.step = self.backend.repeated(self.trace_ours, state)
         self.backend.end_step()  # what setting up has left to do is no part of a step
         self.losses: dict[str, list[float]] = {"official": [], "ours": []}
@@ -125,21 +125,6 @@ class Step:
         self.losses["official"].append(loss.item())
         self.backend.end_step()
         _wait(self.backend)
-
-    def trace_ours(self, images: Tensor, masks: Tensor, total: Tensor) -> tuple[Tensor]:
-        """The trainer's step."""
-        loss = train_step(
-            self.model,
-            self.normalize,
-            self.criterion,
-            self.optimizer,
-            self.backend,
-            images,
-            masks,
-            WARM_EPOCH,
-            EPOCH,
-        )
-        return (total + loss,)
 
     def ours(self) -> None:
         """One step, waited for."""
@@ -324,7 +309,7 @@ class EagerStep(Step):
         super().__init__(settings, backend)
         self.gradients = _same_gradients(self) if check else ""
         if compiled:
-            self.model = torch.compile(self.model)
+            self.model.compile()  # in place: the step has it already
 
     def report(self) -> dict[str, Any]:
         return super().report() | {"gradients": self.gradients}

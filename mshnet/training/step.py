@@ -6,7 +6,7 @@ from torch.optim import Optimizer
 
 from ..data.bits import unpack
 from ..loss import SLSIoULoss, multiscale_loss
-from .backend import Backend
+from .backend import Backend, Step
 
 # ImageNet statistics, as the official code normalises.
 MEAN = (0.485, 0.456, 0.406)
@@ -59,6 +59,32 @@ def train_step(
     # Now and not before the next step: what is alive where a step ends is a result, to be stored.
     optimizer.zero_grad(set_to_none=True)
     return loss.detach()
+
+
+def summed_step(
+    model: nn.Module,
+    normalize: Normalize,
+    criterion: SLSIoULoss,
+    optimizer: Optimizer,
+    backend: Backend,
+    warm_epoch: int,
+    epoch: int,
+) -> tuple[Step, list[Tensor]]:
+    """:func:`train_step` for :meth:`~mshnet.training.backend.Backend.repeated`.
+
+    Returns:
+        The step, from images, masks and the sum of the losses so far, float32 (1,), to that sum
+        with its own loss; and what it reads and changes beside them.
+    """
+
+    def step(images: Tensor, masks: Tensor, total: Tensor) -> tuple[Tensor]:
+        loss = train_step(
+            model, normalize, criterion, optimizer, backend, images, masks, warm_epoch, epoch
+        )
+        return (backend.readable(total + loss),)
+
+    state = [*model.parameters(), *model.buffers(), *normalize.buffers()]
+    return step, state + [value for slots in optimizer.state.values() for value in slots.values()]
 
 
 @torch.no_grad()

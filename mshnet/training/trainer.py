@@ -3,7 +3,6 @@
 import hashlib
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,7 +20,7 @@ from .backend import Backend
 from .config import Config
 from .evaluation import evaluate
 from .session import GO_ON, STOP, Session
-from .step import Normalize, train_step
+from .step import Normalize, summed_step
 
 LOG_EVERY = 10  # steps between two looks at the loss
 
@@ -99,10 +98,10 @@ class Trainer:
         self.normalize = Normalize()
         backend.move(self.normalize)
         self.criterion = SLSIoULoss()
-        state = [*self.model.parameters(), *self.model.buffers(), *self.normalize.buffers()]
-        state += [value for slots in self.optimizer.state.values() for value in slots.values()]
+        parts = self.model, self.normalize, self.criterion, self.optimizer, backend
+        last = config.warm_epoch  # of the warm-up
         self._steps = {
-            full: backend.repeated(partial(self._step_of_phase, full), state)
+            full: backend.repeated(*summed_step(*parts, last, last + full))
             for full in (False, True)
         }
         if resume:
@@ -209,23 +208,6 @@ class Trainer:
         if self.step != self.steps:
             raise RuntimeError(f"the loader gave {self.step} of {self.steps} batches")
         self._total = total
-
-    def _step_of_phase(
-        self, full: bool, images: Tensor, masks: Tensor, total: Tensor
-    ) -> tuple[Tensor]:
-        """A step, and the sum of the losses with its own."""
-        loss = train_step(
-            self.model,
-            self.normalize,
-            self.criterion,
-            self.optimizer,
-            self.backend,
-            images,
-            masks,
-            self.config.warm_epoch,
-            self.config.warm_epoch + full,
-        )
-        return (self.backend.readable(total + loss),)
 
     def _ask(self, next_seconds: float = 0.0) -> int:
         """What the session wants, the same answer in every process."""

@@ -158,9 +158,7 @@ def batch_of(settings: Settings) -> tuple[Tensor, Tensor]:
 def _wait(backend: Backend) -> None:
     """Until the device has nothing left to do."""
     if backend.device.type == "xla":
-        import torch_xla.core.xla_model as xm
-
-        xm.wait_device_ops()
+        runtime.wait()
     elif backend.device.type == "cuda":
         torch.cuda.synchronize()
 

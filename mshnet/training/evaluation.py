@@ -9,28 +9,37 @@ from torch.utils.data import DataLoader
 from ..data.bits import unpack
 from ..metrics import DetectionMetrics
 from ..progress import progress
-from .backend import Backend
+from .backend import Backend, Step
 from .config import Config
 from .step import Normalize, evaluation_step
 
 
-def predict_batches(
-    model: nn.Module, normalize: Normalize, backend: Backend, loader: DataLoader, full: bool
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Logits and masks on the host, (B, 1, H, W) each, batch by batch: what this process holds.
+def repeated_evaluation(model: nn.Module, normalize: Normalize, backend: Backend) -> Step:
+    """The step of :func:`evaluate`, for whoever evaluates more than once: it is traced only twice.
 
-    A batch is fetched after the next one has been dispatched, so that device and host work at
-    the same time.
+    From images, masks and phase to logits and masks, see :func:`.step.evaluation_step`.
     """
-    model.eval()
-    phase = backend.put(torch.tensor([full]))
 
     def step(images: Tensor, masks: Tensor, phase: Tensor) -> tuple[Tensor, Tensor]:
         logits = evaluation_step(model, normalize, backend, images, phase)
         return backend.readable(logits), backend.readable(masks)
 
     state = [*model.parameters(), *model.buffers(), *normalize.buffers()]
-    step = backend.repeated(step, state)
+    return backend.repeated(step, state)
+
+
+def predict_batches(
+    step: Step, backend: Backend, loader: DataLoader, full: bool
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Logits and masks on the host, (B, 1, H, W) each, batch by batch: what this process holds.
+
+    A batch is fetched after the next one has been dispatched, so that device and host work at
+    the same time.
+
+    Args:
+        step: of :func:`repeated_evaluation`; its model is in evaluation mode.
+    """
+    phase = backend.put(torch.tensor([full]))
     waiting = None
     for images, masks in backend.feed(loader):
         pair = step(images, masks, phase)
@@ -53,6 +62,7 @@ def evaluate(
     loader: DataLoader,
     full: bool = True,
     look: Callable[[int, Tensor], None] | None = None,
+    step: Step | None = None,
 ) -> DetectionMetrics:
     """Metrics over the loader's data set, the same in every process that takes part.
 
@@ -62,10 +72,13 @@ def evaluate(
         full: True evaluates the fused head, False the full-size head (during warm-up).
         look: receives the index of the first image of a batch and the logits of the batch on the
             host, (B, 1, H, W), for pictures and the like.
+        step: of :func:`repeated_evaluation`, for the same model; one of its own if None.
     """
     dataset, batch_size = loader.dataset, loader.batch_sampler.batch_size
     metrics = DetectionMetrics(dataset.size)
-    batches = predict_batches(model, normalize, backend, loader, full)
+    model.eval()
+    step = step or repeated_evaluation(model, normalize, backend)
+    batches = predict_batches(step, backend, loader, full)
     first = backend.holds.index * backend.holds.size(batch_size)
     for logits, masks in progress(batches, "evaluate", len(loader)):
         count = min(max(len(dataset) - first, 0), len(logits))  # the rest are blanks

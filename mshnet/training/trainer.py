@@ -18,7 +18,7 @@ from ..progress import progress
 from . import checkpoint, folder
 from .backend import Backend
 from .config import Config
-from .evaluation import evaluate
+from .evaluation import evaluate, repeated_evaluation
 from .session import GO_ON, STOP, Session
 from .step import Normalize, summed_step
 
@@ -104,6 +104,7 @@ class Trainer:
             full: backend.repeated(*summed_step(*parts, last, last + full))
             for full in (False, True)
         }
+        self._evaluation = repeated_evaluation(self.model, self.normalize, backend)
         if resume:
             backend.set_replica_state(self.model, resume.get("replica_state"))
             torch.set_rng_state(resume.get("rng", {}).get("host", torch.get_rng_state()))
@@ -156,7 +157,8 @@ class Trainer:
         images = (self.steps - done) * self.config.batch_size
         self.backend.end_epoch(self.model)
         full = self.epoch > self.config.warm_epoch
-        metrics = evaluate(self.model, self.normalize, self.backend, self.test_loader, full)
+        evaluated = self.model, self.normalize, self.backend, self.test_loader
+        metrics = evaluate(*evaluated, full, step=self._evaluation)
         self._evaluation_seconds = time.perf_counter() - start - trained
         corrected, official = metrics.compute("corrected"), metrics.compute("official")
         counted = self.backend.counters() - before

@@ -102,6 +102,7 @@ def trace(step: Callable, inputs: tuple | list = ()) -> Program:
 
     inputs = tree_map_only(Tensor, lambda tensor: tensor.to(runtime.device()), list(inputs))
     before = graph.marks(graph.pending())
+    runtime.wait()  # what runs still would be counted as a part of the step
     executed = _executions()
     with _OneProgram():
         result = step(*inputs)

@@ -76,6 +76,7 @@ class Replay:
             batch: the step's arguments.
             before: the program of the step before, if there was one.
         """
+        runtime.wait()  # a program of the step before would be counted as one of this one
         known = graph.marks(graph.pending())
         places = {n: (0, i) for i, t in enumerate(self._state) for n in _numbers(t)}
         places |= {n: (1, i) for i, t in enumerate(batch) for n in _numbers(t)}

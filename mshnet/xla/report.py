@@ -287,9 +287,7 @@ def _watch_optimizers(hook: Callable) -> Any:
 
 def _wait_for_device() -> None:
     if runtime.is_open():
-        import torch_xla.core.xla_model as xm
-
-        xm.wait_device_ops()
+        runtime.wait()
 
 
 def _samples(name: str, seen: int) -> tuple[int, list[tuple[float, float]]]:

@@ -228,6 +228,13 @@ def end_step() -> None:
     torch_xla.sync()
 
 
+def wait() -> None:
+    """Until all that was dispatched has been computed, and counted."""
+    import torch_xla.core.xla_model as xm
+
+    xm.wait_device_ops()
+
+
 def counters() -> Counters:
     """Compilations, fallbacks and scalar reads, as totals since the process started."""
     return counts.now().brief()

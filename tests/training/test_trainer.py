@@ -8,6 +8,8 @@ import torch
 
 from mshnet import RequestError, jobs
 from mshnet.data.scenes import write_scenes
+from mshnet.training import evaluation
+from mshnet.training.step import evaluation_step
 from mshnet.xla.report import Budget, watch
 
 NARROW = {
@@ -33,6 +35,13 @@ def test_a_run_on_xla_keeps_its_budgets(scenes, tmp_path, monkeypatch):
     # Three graphs: warm-up, full phase, evaluation. Six test images are a batch and a half.
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     given = NARROW | {"dataset_dir": scenes, "device": "tpu", "epochs": 4, "warm_epoch": 1}
+    traced = []
+
+    def step(*args):
+        traced.append(args)
+        return evaluation_step(*args)
+
+    monkeypatch.setattr(evaluation, "evaluation_step", step)
     with watch(budget=Budget(compilations=3, fallbacks=0)) as w:
         jobs.train(given | {"save_dir": str(tmp_path / "run"), "workers": 2})
     assert w.report().fine, str(w.report())
@@ -40,6 +49,7 @@ def test_a_run_on_xla_keeps_its_budgets(scenes, tmp_path, monkeypatch):
     assert sum(r["compilations"] for r in log) <= w.report().compilations
     assert [r["compilations"] for r in log][-1] == 0
     assert all(r["host_reads"] <= 1 for r in log), "one read an epoch: the mean loss"
+    assert len(traced) == 4, "twice for all epochs, twice for the best weights at the end"
 
 
 def test_the_network_learns(scenes, tmp_path):

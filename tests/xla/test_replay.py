@@ -70,6 +70,21 @@ def test_numbers_are_those_of_tracing_each_time(backend):
         assert torch.equal(ours, theirs)  # weights, statistics, sums, and counts of steps
 
 
+def test_a_slow_program_before_the_step_is_not_taken_for_a_part_of_it(backend):
+    def step(x):
+        runtime.wait()  # whatever runs still ends within the step
+        return (x * 2,)
+
+    slow = backend.put(torch.randn(1500, 1500))
+    double = Replay(step, [])
+    for _ in range(3):
+        for _ in range(20):
+            slow = torch.tanh(slow @ slow)
+        backend.end_step()  # dispatched, and not waited for
+        double(backend.put(torch.ones(3)))
+    assert double.why is None
+
+
 def test_the_guide_s_example(backend):
     """As it stands in GUIDE.md, with a model that is not ours."""
     text = (Path(__file__).resolve().parents[2] / "GUIDE.md").read_text()

@@ -19,12 +19,9 @@ on the CPU, and tpu_bytes is the TPU compiler's account.
 
 import argparse
 import json
-import multiprocessing
-import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in chosen:
         start = time.perf_counter()
         try:
-            made = alone(rows.ROWS[name], settings)
+            made = measure.alone(rows.ROWS[name], settings)
         except Exception as error:
             failed.append(name)
             print(f"{name}: failed: {error}", file=sys.stderr, flush=True)
@@ -177,22 +174,6 @@ def _chosen(args: argparse.Namespace) -> list[str]:
             "check `nvidia-smi`, or leave it out to compare on the CPU"
         )
     return chosen
-
-
-def alone(function: Callable, *args: Any) -> Any:
-    """What a function of an importable module returns, in a fresh process."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, context) as process:
-        return process.submit(_quietly, function, *args).result()
-
-
-def _quietly(function: Callable, *args: Any) -> Any:
-    """Without progress bars: they would run through the table."""
-    from mshnet.progress import hide_progress
-
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    hide_progress()
-    return function(*args)
 
 
 def line(row: measure.Row) -> str:

@@ -10,9 +10,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ import rows
 import torch
 import ways
 from matplotlib.figure import Figure
-from measure import peak_memory, seconds
+from measure import alone, peak_memory, seconds
 from official import official_step
 from torch.optim import Adagrad
 from torch.utils.data import DataLoader, Subset
@@ -32,7 +30,6 @@ from mshnet.data.layout import DataFolder
 from mshnet.data.scenes import write_scenes
 from mshnet.data.store import CACHES, SampleStore
 from mshnet.metrics import DetectionMetrics
-from mshnet.progress import hide_progress
 from mshnet.training import backend as backends
 from mshnet.training.backend import Backend
 from mshnet.training.step import Normalize, train_step
@@ -58,20 +55,6 @@ def draw(settings: rows.Settings, folder: Path, say: Callable[[str], None]) -> I
     path = folder / "growth.json"
     path.write_text(json.dumps(points, indent=1))
     yield path
-
-
-# --- one point, in a fresh process ---------------------------------------------------------------
-
-
-def _alone(function: Callable, *args: Any, **environment: str) -> Any:
-    with ProcessPoolExecutor(1, get_context("spawn")) as process:
-        return process.submit(_with, environment, function, *args).result()
-
-
-def _with(environment: dict[str, str], function: Callable, *args: Any) -> Any:
-    os.environ.update(environment)
-    hide_progress()
-    return function(*args)
 
 
 def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
@@ -101,7 +84,7 @@ def _curves(axis: Any, x: Sequence[float], values: dict[str, Sequence[float]], *
 def steps(settings: rows.Settings) -> tuple[dict, Figure, list[str]]:
     """Running and tracing a step on XLA, against the batch."""
     found = {
-        batch: _alone(
+        batch: alone(
             _step_point,
             replace(settings, batch_size=batch, size=64, **NARROW),
             XLA_FLAGS="--xla_backend_optimization_level=0",
@@ -137,7 +120,7 @@ def epochs(settings: rows.Settings) -> tuple[dict, Figure, list[str]]:
     counts = (48, 96, 192, 384)
     settings = replace(settings, size=64, **NARROW)
     curves = {
-        name: [_alone(_epoch_point, settings, name, count) for count in counts] for name in COLOURS
+        name: [alone(_epoch_point, settings, name, count) for count in counts] for name in COLOURS
     }
     figure, (axis,) = _panels(1)
     _curves(axis, counts, curves, xlabel="training images", title="an epoch on the CPU, s")
@@ -186,7 +169,7 @@ def _epoch_point(settings: rows.Settings, name: str, count: int) -> float:
 def targets(settings: rows.Settings) -> tuple[dict, Figure, list[str]]:
     """The metrics of one image, against its targets."""
     numbers = (1, 4, 16, 36, 64)
-    found = _alone(_metrics_points, settings, numbers)
+    found = alone(_metrics_points, settings, numbers)
     curves = {name: [1000 * point[name] for point in found] for name in COLOURS}
     figure, (axis,) = _panels(1)
     _curves(axis, numbers, curves, xlabel="targets in an image", yscale="log",
@@ -219,7 +202,7 @@ def _metrics_point(settings: rows.Settings, number: int) -> dict[str, float]:
 def memory(settings: rows.Settings) -> tuple[dict, Figure, list[str]]:
     """Most memory of a training on the CPU, against the batch."""
     curves = {
-        name: [_alone(_memory_point, replace(settings, size=128, batch_size=b), name) / 1e9
+        name: [alone(_memory_point, replace(settings, size=128, batch_size=b), name) / 1e9
                for b in BATCHES[1:]]
         for name in COLOURS
     }  # fmt: skip
@@ -247,7 +230,7 @@ def data_set(settings: rows.Settings) -> tuple[dict, Figure, list[str]]:
     with tempfile.TemporaryDirectory() as name:
         folder = _many(Path(name) / "data", count)
         for cache in CACHES:
-            found[cache] = _alone(_cache_point, str(folder), cache, XDG_CACHE_HOME=name)
+            found[cache] = alone(_cache_point, str(folder), cache, XDG_CACHE_HOME=name)
     figure, axes = _panels(2)
     for axis, key, title in zip(
         axes, ("held", "rate"), ("memory taken, GB", "samples/s of one process"), strict=True
@@ -294,7 +277,7 @@ def feeding(settings: rows.Settings) -> tuple[dict, Figure, list[str]]:
     workers, cores = (0, 1, 2, 4), (1, 8)
     curves = {
         f"to {n} virtual core{'s' * (n > 1)}": [
-            _alone(_feed_point, settings, n, w, PJRT_DEVICE="CPU") for w in workers
+            alone(_feed_point, settings, n, w, PJRT_DEVICE="CPU") for w in workers
         ]
         for n in cores
     }
@@ -310,13 +293,13 @@ def feeding(settings: rows.Settings) -> tuple[dict, Figure, list[str]]:
         axis.annotate(f"{topology} eats at most {rate:,.0f}/s", (0, rate), va="bottom")
     axis.set(yscale="log")
     best = max(max(y) for y in curves.values())
-    alone = curves["to 1 virtual core"][0]
+    one = curves["to 1 virtual core"][0]
     words = [f"{name}: {[round(v) for v in y]} samples/s with {workers} processes"
              for name, y in curves.items()]  # fmt: skip
     for topology, rate in eaten.items():
         words.append(
             f"{topology} eats at most {rate:,.0f} samples/s by the roofline (bf16, 32 a core): "
-            f"{rate / alone:.1f} times what one process gives here, {rate / best:.1f} times the "
+            f"{rate / one:.1f} times what one process gives here, {rate / best:.1f} times the "
             "most of this machine"
         )
     return {"fed": curves, "eaten": eaten}, figure, words

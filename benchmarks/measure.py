@@ -78,6 +78,22 @@ class Clock:
         return self
 
 
+def alone(function: Callable, *args: Any, **environment: str) -> Any:
+    """What a function of an importable module returns, in a fresh process.
+
+    Args:
+        environment: variables of that process.
+    """
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(_quietly, environment, function, *args).result()
+
+
+def _quietly(environment: dict[str, str], function: Callable, *args: Any) -> Any:
+    os.environ.update({"TF_CPP_MIN_LOG_LEVEL": "2"} | environment)
+    hide_progress()  # it would run through the table
+    return function(*args)
+
+
 _AT_WORK: dict[str, Any] = {}  # in a process of Apart
 
 
@@ -95,7 +111,7 @@ class Apart:
         spawn = multiprocessing.get_context("spawn")
         self._processes = {name: ProcessPoolExecutor(1, spawn) for name in ("official", "ours")}
         for name, process in self._processes.items():
-            process.submit(_begin, make, name).result()
+            process.submit(_quietly, {}, _begin, make, name).result()
 
     def __enter__(self) -> "Apart":
         return self
@@ -124,7 +140,6 @@ class Apart:
 
 
 def _begin(make: Callable[[str], Any], name: str) -> None:
-    hide_progress()
     _AT_WORK["work"] = make(name)
 
 

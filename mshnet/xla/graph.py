@@ -46,8 +46,10 @@ def pending(known: frozenset[str] = frozenset()) -> list[Tensor]:
     # Autograd's thread lets go of the last gradients after backward() has returned, and there is no
     # way to wait for it.
     time.sleep(0.1)
+    things = gc.get_objects()
     # The class, not isinstance: that would run lazy attributes of strangers.
-    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
+    kinds = {kind for kind in set(map(type, things)) if issubclass(kind, Tensor)}
+    tensors = [thing for thing in things if type(thing) in kinds]
     # Those that only C++ owned (gradients) get a Python owner.
     for tensor in tensors:
         tensor._fix_weakref()

@@ -577,10 +577,10 @@ def tpu_bytes(settings: Settings) -> list[Row]:
     ]
 
 
-def epoch(settings: Settings) -> list[Row]:
+def epoch(settings: Settings, run: Callable = alone) -> list[Row]:
     """An epoch and its evaluation on XLA, from files to numbers; each in a process of its own."""
     small = Settings(**vars(settings) | {"size": settings.epoch_size})
-    official, ours = alone(_official_epoch, small), alone(_our_epoch, small)
+    official, ours = run(_official_epoch, small), run(_our_epoch, small)
     title = f"an epoch of {Path(settings.folder).name} and its test, {small.about_step}, XLA"
     parts = ", ".join(
         f"{name} {x['compiling']:.0f} s" for name, x in (("official", official), ("ours", ours))

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import bench
+import convolutions
 import growth
 import measure
 import numpy as np
@@ -16,8 +17,9 @@ import ways
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from official_data import OfficialMetrics
+from torch.utils.flop_counter import FlopCounterMode
 
-from mshnet import RequestError, cli
+from mshnet import MSHNet, RequestError, cli
 from mshnet.data.scenes import write_scenes
 from mshnet.metrics import DetectionMetrics
 
@@ -62,7 +64,7 @@ def test_the_command_ends_with_one_json_line(data):
 
 def on_xla(settings):
     """Both in one process: they compile the same programs."""
-    return rows.xla_step(settings) + rows.epoch(settings)
+    return rows.xla_step(settings) + rows.epoch(settings, lambda part, given: part(given))
 
 
 def test_on_xla_only_the_official_way_falls_back(small):
@@ -73,6 +75,17 @@ def test_on_xla_only_the_official_way_falls_back(small):
     assert found["xla_step"].note == "7 host fallbacks a step, ours none"
     assert "ours 1;" in found["compile"].note
     assert all(value > 0 for row in found.values() for value in (*row.official, *row.ours))
+
+
+def test_convolutions_are_all_of_the_network_s():
+    with torch.device("meta"), FlopCounterMode(display=False) as counted:
+        MSHNet().eval()(torch.empty(1, 3, 64, 64), True)
+    whole = counted.get_flop_counts()["Global"][torch.ops.aten.convolution]
+    found = convolutions.convolutions(64)
+    ours = sum(times * convolutions.gigaflops(case, 1) for case, times in found.items())
+    assert ours == pytest.approx(1e-9 * whole, rel=1e-3)  # but for those of single pixels
+    assert convolutions.time_of((2, 1, 3, 8), 1, "innermost") > 0
+    assert convolutions.time_of((2, 1, 3, 8), 1, "XLA") > 0
 
 
 def test_the_tpu_s_compiler_counts_both_ways(small, tmp_path, monkeypatch):

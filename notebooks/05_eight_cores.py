@@ -328,14 +328,14 @@ for batch in (32, 128, 256, 1024):
 
 # %% [markdown]
 # What that costs: the memory traffic of a training step at 256×256 in bfloat16, with the network
-# written as for any device, is **2.28 GB an image at a batch of 32 a core, and 0.73 GB at 128**. So
+# written as for any device, is **2.43 GB an image at a batch of 32 a core, and 0.79 GB at 128**. So
 # on a TPU the same network is computed in another form, which fills the lanes with columns of the
-# maps: 0.96 and 0.57 GB, and 1.8 GB at 4 a core. (The numbers are estimates of the TPU's own
+# maps: 0.94 and 0.56 GB, and 1.5 GB at 4 a core. (The numbers are estimates of the TPU's own
 # compiler, which compiled the step for one v5e core on a machine without a TPU; lesson 09 shows
 # how. Not measured on a TPU.)
 #
-# A global batch of 32 gives each of eight cores 4 images, and an image costs twice what it costs
-# one core that has all 32. Eight cores are for large global batches. They make another training, though: at 256 images an update, an epoch of
+# A global batch of 32 gives each of eight cores 4 images, and an image costs 1.6 times what it
+# costs one core that has all 32. Eight cores are for large global batches. They make another training, though: at 256 images an update, an epoch of
 # IRSTD-1k's 800 has 3 updates instead of 200 at the recipe's batch of 4. The learning rate 0.05 and
 # the 400 epochs belong to that recipe, and want to be chosen again.
 

@@ -205,18 +205,18 @@ assert moved[0] > 2 * moved[-1]
 #
 # | batch | bf16, as for any device | bf16, as for a TPU | fp32, as for any device | fp32, as for a TPU |
 # |---|---|---|---|---|
-# | 4 | 4.3 | 1.8 | 7.1 | 3.1 |
-# | 8 | 4.4 | 1.7 | 8.3 | 3.0 |
-# | 32 | 2.3 | 0.96 | 4.2 | 1.8 |
-# | 128 | 0.73 | 0.57 | 1.4 | 1.0 |
+# | 4 | 4.5 | 1.5 | 7.1 | 3.0 |
+# | 8 | 4.7 | 1.2 | 8.3 | 2.3 |
+# | 32 | 2.4 | 0.94 | 4.2 | 1.8 |
+# | 128 | 0.79 | 0.56 | 1.4 | 1.0 |
 #
 # *As for a TPU* is `mshnet/lanes.py`, with the same parameters and the same numbers up to rounding;
 # it is what a TPU gets. Below 128 images it *folds* eight columns of a map
 # into channels, so that 16 channels become 128 and fill the lanes with any batch, for four times
 # the arithmetic, which the chip has to spare. And it looks at every map less often: sums that two
 # layers take of the same map are taken together. The batch matters less then, and it still does:
-# eight cores with 4 images each move twice the bytes of one core with 32, so they need not be eight
-# times faster.
+# eight cores with 4 images each move 1.6 times the bytes of one core with 32, so they need not be
+# eight times faster.
 #
 # Larger batches also train differently (fewer updates an epoch), so this is an offer, not a rule.
 

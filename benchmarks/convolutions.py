@@ -52,7 +52,12 @@ def gigaflops(case: Case, batch_size: int) -> float:
 
 @torch.no_grad()
 def time_of(case: Case, batch_size: int, way: str, rounds: int = 3) -> float:
-    """Median seconds of one."""
+    """Median seconds of one.
+
+    Args:
+        case: of :func:`convolutions`.
+        way: ``"innermost"`` or ``"outermost"`` channels of eager PyTorch, or ``"XLA"``.
+    """
     inputs, outputs, kernel, side = case
     layer = nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2)
     images = torch.randn(batch_size, inputs, side, side)
@@ -88,8 +93,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"Gflop/s of each convolution, batch {batch}, {size}×{size}\n")
     print("| channels | kernel | map | times | Gflop |" + "".join(f" {way} |" for way in took))
     print("|---" * (5 + len(took)) + "|")
-    for i, ((inputs, outputs, kernel, side), times) in enumerate(found):
-        each = gigaflops(found[i][0], batch)
+    for i, (case, times) in enumerate(found):
+        inputs, outputs, kernel, side = case
+        each = gigaflops(case, batch)
         rates = "".join(f" {each / values[i]:.0f} |" for values in took.values())
         print(f"| {inputs} → {outputs} | {kernel} | {side} | {times} | {each:.2f} |{rates}")
     work = sum(times * gigaflops(case, batch) for case, times in found)

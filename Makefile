@@ -1,6 +1,8 @@
 # make demo   trains on built-in scenes, XLA on the CPU, and leaves weights and pictures
 # make test   everything that CI runs
-# make notebooks   writes notebooks/*.ipynb from notebooks/*.py
+# make notebooks   writes notebooks/*.ipynb from notebooks/*.py, and runs those that changed
+# make site    builds build/site, the lessons and guides as web pages
+# make colab   runs the lessons as on Colab's TPU runtime (ONLY="01 03" runs some)
 # make lint   formats and checks the code
 #
 # The first call makes .venv with the newest of Python 3.13, 3.12, 3.11 that runs (Colab has 3.13).
@@ -15,7 +17,7 @@ INSTALL := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint con
 # LLVM's optimiser off: the same graphs, compiled 3 to 5 times faster (run 1.4 times slower).
 QUICKLY := OMP_NUM_THREADS=2 PJRT_DEVICE=CPU XLA_FLAGS=--xla_backend_optimization_level=0
 
-.PHONY: demo test notebooks lint clean
+.PHONY: demo test notebooks site colab lint clean
 
 demo: $(VENV)/.base
 	PJRT_DEVICE=CPU $(BIN)/python main_tpu.py --use-tpu --epochs 12 --warm-epoch 3 --batch-size 8 \
@@ -28,17 +30,28 @@ test: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/python tools/notebooks.py --check
 	$(QUICKLY) $(BIN)/python -m pytest
-	$(QUICKLY) $(BIN)/python -m pytest --nbmake notebooks --nbmake-timeout=900
+	# The lessons with their exercises solved; --overwrite keeps what they printed, for the last line.
+	$(BIN)/python tools/notebooks.py --solved solved
+	$(QUICKLY) $(BIN)/python -m pytest --nbmake --overwrite solved --nbmake-timeout=900
+	$(BIN)/python tools/notebooks.py --warnings solved
 
+# As a reader has it: with the compiler's optimiser on.
 notebooks: $(VENV)/.test
 	$(BIN)/python tools/notebooks.py
+
+site: $(VENV)/.site
+	$(BIN)/python tools/build_site.py
+
+colab: $(VENV)/.test
+	OMP_NUM_THREADS=2 XLA_FLAGS=--xla_backend_optimization_level=0 PYTHON="$(PYTHON)" \
+		$(BIN)/python tools/colab.py $(if $(ONLY),--only $(ONLY))
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-colab build solved *.egg-info .pytest_cache .ruff_cache .hypothesis
 
 $(BIN)/uv:
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 to 3.13 with venv was found; install one (Debian: apt install python3-venv) or give PYTHON=/path/to/python"; exit 2; }
@@ -54,4 +67,9 @@ $(VENV)/.test: $(BIN)/uv pyproject.toml constraints/colab-tpu.txt
 	# The field's metric library is an oracle in the tests. It pins numpy below 2, which Colab's
 	# image is not, but runs with it: so it comes without its pins.
 	$(INSTALL) --no-deps pyirstdmetrics==1.0.2
+	@touch $@
+
+# Only the tool's packages: the site is built without PyTorch.
+$(VENV)/.site: $(BIN)/uv pyproject.toml constraints/colab-tpu.txt
+	$(INSTALL) $$($(BIN)/python tools/build_site.py --packages)
 	@touch $@

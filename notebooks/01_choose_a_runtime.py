@@ -5,6 +5,8 @@
 #
 # {{badges}}
 #
+# {{time: 10 min on v5e-1}}
+#
 # **You will be able to**
 #
 # * say what a TPU asks of a program: large matrix products, fixed shapes, a compiler in front;
@@ -112,6 +114,28 @@ plt.show()
 # * **Kaggle**: Settings > Accelerator > TPU v5e-8.
 # * **Cloud**: `gcloud compute tpus tpu-vm create …`, then log in to the machine.
 #
+# The first two as pictures (drawn; menus have more entries than that):
+
+# %%
+from mshnet.course import clicks
+
+clicks(
+    (
+        "Colab: Runtime",
+        ["Run all", "Restart session", "Change runtime type"],
+        "Change runtime type",
+    ),
+    ("Hardware accelerator", ["CPU", "T4 GPU", "v5e-1 TPU", "v6e-1 TPU"], "v5e-1 TPU"),
+    ("", ["Cancel", "Save"], "Save"),
+)
+
+# %%
+clicks(
+    ("Kaggle: Settings", ["Accelerator", "Language", "Persistence"], "Accelerator"),
+    ("Accelerator", ["None", "GPU T4 x2", "GPU P100", "TPU v5e-8"], "TPU v5e-8"),
+)
+
+# %% [markdown]
 # And what to know:
 #
 # * The number after the dash counts cores. **Colab's v2-8 is gone**: its
@@ -244,11 +268,38 @@ print(f"{len(names)} variables set")
 # MSHNet's first feature maps have 16 channels at 256×256. In bfloat16 a value takes 2 bytes. The
 # TPU compiler lays the **batch** of these maps over the 128 lanes and fills it up.
 #
-# Write `map_bytes(batch)`: the bytes of one such map in TPU memory. Then answer: what does an
-# *image* cost at batch 32, and at batch 128? How many of these maps fit into the 16 GB of a v5e?
+# Write `map_bytes(batch)`: the bytes of one such map in TPU memory. Then answer: how many times as
+# dear is an *image* at batch 32 as at batch 128? How many maps of a batch of 128 fit into the 16 GB
+# of a v5e?
 
 
-# %% cellView="form" jupyter={"source_hidden": true}
+# %% tags=["exercise"]
+def map_bytes(batch, channels=16, size=256, bytes_a_value=2):
+    """Bytes of a (batch, channels, size, size) map whose batch lies in the lanes."""
+    ...  # your code; LANES is 128
+
+
+times_as_dear = ...  # an image at batch 32, compared with one at batch 128
+maps_that_fit = ...  # whole maps of a batch of 128 in 16 GB (16e9 bytes)
+
+# %% tags=["check"]
+# @title Check: run this cell to see whether you are right
+from mshnet.course import checking
+
+with checking("A batch that does not fill the lanes pays for them all the same.") as expect:
+    expect.answered(map_bytes=map_bytes(128))
+    full, part, over = (map_bytes(batch) for batch in (128, 32, 129))
+    expect(full == 2**28, f"a map of 128 images has 128 × 16 × 256 × 256 × 2 bytes, not {full:,}")
+    expect(part == full, f"32 images are padded to 128: {full:,} bytes, not {part:,}")
+    expect(over == 2 * full, f"129 images are padded to 256: {2 * full:,} bytes, not {over:,}")
+    expect.answered(times_as_dear=times_as_dear, maps_that_fit=maps_that_fit)
+    expect(
+        times_as_dear == 4, f"the same map for a quarter of the images: not {times_as_dear} times"
+    )
+    expect(maps_that_fit == 59, f"16e9 bytes divided by map_bytes(128): not {maps_that_fit}")
+
+
+# %% tags=["solution"]
 # @title Solution (open after trying)
 def map_bytes(batch, channels=16, size=256, bytes_a_value=2):
     """Bytes of a (batch, channels, size, size) map whose batch lies in the lanes."""
@@ -258,16 +309,14 @@ def map_bytes(batch, channels=16, size=256, bytes_a_value=2):
 
 for batch in (32, 128):
     image = map_bytes(batch) / batch
-    fit = int(16e9 // map_bytes(batch))
-    share = 100 * used(batch)
     print(
         f"batch {batch:3}: {map_bytes(batch) / 2**20:.0f} MiB a map, {image / 2**20:.0f} MiB "
-        f"an image, {share:.0f} % of it data, {fit} maps fit into 16 GB"
+        f"an image, {100 * used(batch):.0f} % of it data"
     )
-assert map_bytes(32) == map_bytes(128) == 2**28
-assert map_bytes(129) == 2 * map_bytes(128)
+times_as_dear = (map_bytes(32) / 32) / (map_bytes(128) / 128)
+maps_that_fit = int(16e9 // map_bytes(128))
 
-# %% [markdown]
+# %% [markdown] tags=["solution"]
 # The map costs the same for 32 images as for 128. So an image is four times as dear at batch 32,
 # in memory and in the time it takes to move it. This is why a batch of 128 in bfloat16 suits a
 # single v5e core, and why 32 images spread over eight cores, four on each, fill so little. The

@@ -6,6 +6,8 @@
 #
 # {{badges}}
 #
+# {{time: 12 min on v5e-1}}
+#
 # **You will be able to**
 #
 # * mount Drive and copy a data set to the local disk, so that a second run copies nothing;
@@ -62,6 +64,19 @@ SIZE = 256  # side of training images, pixels
 # In Colab the machine is emptied when the session ends; Drive is what stays. Mounting opens a
 # window that asks for your consent. On Kaggle, attach the set with **Add Input** instead; it then
 # lies under `/kaggle/input`. Elsewhere a folder takes the part of Drive.
+
+# %%
+from mshnet.course import clicks
+
+clicks(
+    (
+        "Permit this notebook to access Drive?",
+        ["No thanks", "Connect to Google Drive"],
+        "Connect to Google Drive",
+    ),
+    ("Choose an account", ["your account", "another account"], "your account"),
+    ("Colab wants access", ["Cancel", "Continue"], "Continue"),
+)
 
 # %%
 import os
@@ -436,10 +451,29 @@ assert as_float_rgb.nbytes == 12 * image.nbytes
 # Make a set `subset` beside your data that has **20 training images and 5 test images**, with lists
 # of that form, and have `check` accept it without an error or a warning.
 
-# %% cellView="form" jupyter={"source_hidden": true}
-# @title Solution (open after trying)
+# %% tags=["exercise"]
 subset = LOCAL / "subset"
-shutil.rmtree(subset, ignore_errors=True)
+shutil.rmtree(subset, ignore_errors=True)  # begin anew each time
+# your code: DataFolder(data).samples("train") has the samples, with .name, .image and .mask
+
+# %% tags=["check"]
+# @title Check: run this cell to see whether you are right
+from mshnet.course import checking
+
+with checking("Train on it to see that things run; 5 test images give no result.") as expect:
+    expect(subset.is_dir(), f"there is no folder {subset.name} yet: write your code above")
+    lists = [f"img_idx/{split}_subset.txt" for split in ("train", "test")]
+    missing = [name for name in lists if not (subset / name).exists()]
+    expect(not missing, f"{subset.name} has no {' and no '.join(missing)}")
+    answer = check(subset)
+    counts = {name: split.images for name, split in answer.splits.items()}
+    expect(counts == {"train": 20, "test": 5}, f"wanted 20 and 5 images, found {counts}")
+    expect(not answer.errors(), f"check finds an error: {[str(e) for e in answer.errors()][:1]}")
+    both = answer.shared_names or answer.shared_content
+    expect(not both, f"the splits share images: {list(both)[:3]}")
+
+# %% tags=["solution"]
+# @title Solution (open after trying)
 for name in ("images", "masks", "img_idx"):
     (subset / name).mkdir(parents=True)
 
@@ -450,13 +484,9 @@ for split, count in (("train", 20), ("test", 5)):
         shutil.copy2(sample.mask, subset / "masks")
     names = "\n".join(sample.name for sample in chosen)
     (subset / "img_idx" / f"{split}_subset.txt").write_text(names + "\n")
+print(table(check(subset)))
 
-answer = check(subset)
-print(table(answer))
-assert {name: split.images for name, split in answer.splits.items()} == {"train": 20, "test": 5}
-assert not answer.errors() and not answer.shared_names and not answer.shared_content
-
-# %% [markdown]
+# %% [markdown] tags=["solution"]
 # Train on it with `mshnet train --dataset-dir local-data/subset` (in Colab:
 # `/content/data/subset`). A number from 5 test images is no result; use it to see that things run.
 

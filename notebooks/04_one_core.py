@@ -5,6 +5,8 @@
 #
 # {{badges}}
 #
+# {{time: 15 min on v5e-1}}
+#
 # **You will be able to**
 #
 # * turn a GPU training loop into an XLA one: device, loader, step, save;
@@ -343,11 +345,28 @@ plots.curves(read_log(Path(best["run"])))
 # ## Exercise
 #
 # The loader drops the last images that do not fill a batch. Suppose it did not: the last batch of
-# an epoch would hold fewer images. **How many graphs does one epoch compile then, and how many do
-# ten epochs?** Write down your guess; then feed the step once with a batch of `BATCH - 1` images
-# and count.
+# an epoch would hold fewer images. **How many programs does the training step of one epoch need
+# then, and how many are compiled in ten epochs?** Write down your guess. Then feed the step with
+# batches of `BATCH` and `BATCH - 1` images and count with `runtime.counters()`.
 
-# %% cellView="form" jupyter={"source_hidden": true}
+# %% tags=["exercise"]
+in_one_epoch = ...  # programs of the training step, the one for full batches included
+in_ten_epochs = ...
+
+# %% tags=["check"]
+# @title Check: run this cell to see whether you are right
+from mshnet.course import checking
+
+with checking("A program for each shape, and each only once.") as expect:
+    expect.answered(in_one_epoch=in_one_epoch, in_ten_epochs=in_ten_epochs)
+    expect(
+        in_one_epoch == 2, f"full batches have one shape, the last one another: not {in_one_epoch}"
+    )
+    expect(
+        in_ten_epochs == 2, f"XLA keeps a program for each shape it has seen: not {in_ten_epochs}"
+    )
+
+# %% tags=["solution"]
 # @title Solution (open after trying)
 model.train()  # evaluation had switched it
 total = torch.zeros(1).to(device)
@@ -358,8 +377,9 @@ for size in (BATCH, BATCH - 1, BATCH, BATCH - 1):
 extra = (runtime.counters() - before).compilations
 print("compiled for the odd size:", extra)
 assert extra == 1, extra
+in_one_epoch = in_ten_epochs = 1 + extra  # the one for full batches was there
 
-# %% [markdown]
+# %% [markdown] tags=["solution"]
 # One more, and only once: XLA keeps a program for each shape it has seen. One odd batch an epoch
 # costs one compilation in the whole run. Images of differing sizes would cost one *each*, which is
 # why everything here is resized or cropped to one size.

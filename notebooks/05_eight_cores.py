@@ -6,6 +6,8 @@
 #
 # {{badges}}
 #
+# {{time: 20 min on v5e-1}}
+#
 # **You will be able to**
 #
 # * choose between one program over all cores (SPMD) and a replica on each core (launch);
@@ -56,6 +58,18 @@ WORK = Path(tempfile.mkdtemp(prefix="eight-cores-"))  # scripts, scenes, runs
 
 print(f"8 {'cores of a TPU' if EIGHT else 'virtual cores: XLA on the CPU'}, {SIZE}×{SIZE}")
 print(f"global batch {BATCH}, so {BATCH // 8} a core; files go to {WORK}")
+
+# %% [markdown]
+# For eight real cores, in a notebook that Kaggle opened with the badge above:
+
+# %%
+from mshnet.course import clicks
+
+clicks(
+    ("Kaggle: Settings", ["Accelerator", "Language", "Persistence"], "Accelerator"),
+    ("Accelerator", ["None", "GPU T4 x2", "GPU P100", "TPU v5e-8"], "TPU v5e-8"),
+    ("Run", ["Run current cell", "Run all"], "Run all"),
+)
 
 # %% [markdown]
 # ## Every training in a process of its own
@@ -574,24 +588,50 @@ assert not runtime.is_open()
 # ## Exercise
 #
 # Replica 3 of 8 trains with a global batch of 32. **Which samples of batch 0 does it load: how
-# many, and where do they stand in the epoch's shuffled order?** Predict, then check with
-# `EpochBatches` and `Part` from `mshnet.data.feed`. The order is
+# many, and where do they stand in the epoch's shuffled order?** Predict. Then write `loaded_by`
+# with `EpochBatches` and `Part` from `mshnet.data.feed`. The order is
 # `numpy.random.default_rng([seed, epoch]).permutation(length)`.
 #
-# Then prove it for the whole epoch: with 100 samples, do the eight replicas together load every
-# sample once? And what would eight cores do that each shuffle the whole data set for themselves?
+# Then think further: with 100 samples, do the eight replicas together load every sample once? And
+# what would eight cores do that each shuffle the whole data set for themselves?
 
-# %% cellView="form" jupyter={"source_hidden": true}
-# @title Solution (open after trying)
+
+# %% tags=["exercise"]
 import numpy as np
 
-from mshnet.data.feed import EpochBatches, Part
-
 LENGTH, SEED, GLOBAL = 100, 0, 32
+places = ...  # of replica 3's images in the order of epoch 0, batch 0: (first, last)
+left_out = ...  # how many of the 100 samples no replica loads in an epoch
 
 
 def loaded_by(replica, epoch=0):
-    """Sample numbers that a replica loads, (batches, images a replica)."""
+    """Sample numbers that a replica loads in an epoch, as an array (batches, images a replica)."""
+    ...  # your code: EpochBatches(LENGTH, GLOBAL, SEED, Part(…)) yields a replica's batches
+
+
+# %% tags=["check"]
+# @title Check: run this cell to see whether you are right
+from mshnet.course import checking
+
+with checking("Row for row, the replicas load the batches of one core.") as expect:
+    expect.answered(places=places, left_out=left_out, loaded_by=loaded_by(3))
+    order = np.random.default_rng([SEED, 0]).permutation(LENGTH)
+    expect(tuple(places) == (12, 15), f"replicas 0 to 2 have places 0 to 11; not {places}")
+    got = np.asarray(loaded_by(3))
+    expect(got.shape == (3, 4), f"3 batches of 4 images, not an array of shape {got.shape}")
+    expect((got[0] == order[12:16]).all(), f"batch 0: {got[0]} instead of {order[12:16]}")
+    together = np.concatenate([loaded_by(replica) for replica in range(8)], axis=1)
+    expect((together.ravel() == order[:96]).all(), "together they must be the batches of one core")
+    expect(left_out == 4, f"3 batches of 32 are loaded, so of 100 samples not {left_out} stay out")
+
+
+# %% tags=["solution"]
+# @title Solution (open after trying)
+from mshnet.data.feed import EpochBatches, Part
+
+
+def loaded_by(replica, epoch=0):
+    """Sample numbers that a replica loads in an epoch, as an array (batches, images a replica)."""
     batches = EpochBatches(LENGTH, GLOBAL, SEED, Part(replica, 8))
     batches.epoch = epoch
     return np.array([[index for _, index in batch] for batch in batches])
@@ -599,21 +639,19 @@ def loaded_by(replica, epoch=0):
 
 order = np.random.default_rng([SEED, 0]).permutation(LENGTH)
 print("replica 3, batch 0:", loaded_by(3)[0], "= places 12 to 15 of", order[:16])
-assert (loaded_by(3)[0] == order[12:16]).all()
+places = (12, 15)
 
 together = np.concatenate([loaded_by(replica) for replica in range(8)], axis=1)
-assert together.shape == (3, 32)
-assert (together.ravel() == order[:96]).all()  # in the order in which one core would load them
 assert len(np.unique(together)) == 96  # none twice
-
-left_out = []
+never = []
 for epoch in (0, 1):
     loaded = np.unique([loaded_by(replica, epoch) for replica in range(8)])
-    left_out.append(sorted({*range(LENGTH)} - {*loaded.tolist()}))
-print("left out in epochs 0 and 1:", *left_out)
-assert len(left_out[0]) == len(left_out[1]) == 4 and left_out[0] != left_out[1]
+    never.append(sorted({*range(LENGTH)} - {*loaded.tolist()}))
+print("left out in epochs 0 and 1:", *never)
+left_out = len(never[0])
+assert len(never[1]) == left_out and never[0] != never[1]
 
-# %% [markdown]
+# %% [markdown] tags=["solution"]
 # Four images, at places 12 to 15. Together the replicas load 96 samples once, row for row the
 # batches of one core. The 4 that do not fill a batch are left out, and another shuffle leaves out
 # others. Cores that each shuffle the whole set for themselves each go through all of it: eight

@@ -6,6 +6,8 @@
 #
 # {{badges}}
 #
+# {{time: 20 min on v5e-1}}
+#
 # **You will be able to**
 #
 # * save weights that open on every machine, and write them whole or not at all;
@@ -106,6 +108,23 @@ print("data:", data, "· runs:", LOCAL, "· their copies:", DRIVE)
 # | `--save-minutes 10` | a checkpoint so often (this is the default), and after every epoch |
 # | `--stage` | copies or unpacks the data set first, as lesson 03 does |
 #
+# With this line in a cell, and Drive mounted in the cell before it, these clicks take a run up again
+# after the session has vanished:
+
+# %%
+from mshnet.course import clicks
+
+clicks(
+    ("Colab: top right", ["Reconnect"], "Reconnect"),
+    ("Runtime", ["Run all", "Run before", "Restart session"], "Run all"),
+    (
+        "Permit access to Drive?",
+        ["No thanks", "Connect to Google Drive"],
+        "Connect to Google Drive",
+    ),
+)
+
+# %% [markdown]
 # Drive is recognised as a network drive by its mount. A folder that takes its part is not, so the
 # cells here name `--save-dir` and `--backup`. And they save as often as they can: a step here is
 # over in no time, and we want to be hit in the middle of an epoch.
@@ -612,10 +631,37 @@ assert steps_saved(DRIVE / "second") == steps_saved(LOCAL / "second") > 10
 # IoU of the last line of `metrics.jsonl`. (A file without settings does not know how wide its
 # network is: give `widths` and `depths` where they are not the official ones.)
 
-# %% cellView="form" jupyter={"source_hidden": true}
+# %% tags=["exercise"]
+last_weights = LOCAL / "last.pkl"
+last_weights.unlink(missing_ok=True)  # begin anew each time
+tested_iou = ...  # from jobs.test(…)["corrected"]["iou"]
+
+# %% tags=["check"]
+# @title Check: run this cell to see whether you are right
+from mshnet.course import checking
+
+with checking("The last epoch, in a file that the official code opens.") as expect:
+    expect(
+        last_weights.exists(), f"there is no {last_weights.name} yet: checkpoint.save writes one"
+    )
+    saved = torch.load(last_weights, weights_only=True)
+    expect(
+        "state_dict" in saved, f"the file holds {[*saved]}; the official code asks for state_dict"
+    )
+    wanted = checkpoint.load(LOCAL / "first" / checkpoint.CHECKPOINT)["net"]
+    same = saved["state_dict"].keys() == wanted.keys() and all(
+        torch.equal(saved["state_dict"][name], tensor) for name, tensor in wanted.items()
+    )
+    expect(same, "these are not the weights of the last epoch; they are in checkpoint.pkl, as net")
+    expect.answered(tested_iou=tested_iou)
+    logged = treated_badly[-1]["iou"]
+    # Where XLA has trained, plain PyTorch rounds otherwise: a pixel may change sides.
+    close = abs(tested_iou - logged) < (1e-9 if DEVICE == "cpu" else 0.01)
+    expect(close, f"IoU {tested_iou:.4f}, but the last epoch had {logged:.4f}")
+
+# %% tags=["solution"]
 # @title Solution (open after trying)
 content = checkpoint.load(LOCAL / "first" / checkpoint.CHECKPOINT)
-last_weights = LOCAL / "last.pkl"
 checkpoint.save({"state_dict": content["net"]}, last_weights)
 
 network = {name: settings[name] for name in ("widths", "depths")} if SMALL else {}
@@ -624,11 +670,9 @@ again.load_state_dict(torch.load(last_weights)["state_dict"])  # what the offici
 
 where = {"weight_path": str(last_weights), "dataset_dir": str(data), "device": "cpu"}
 tested = jobs.test(where | network | {"base_size": SIZE, "batch_size": BATCH})
-iou, logged = tested["corrected"]["iou"], treated_badly[-1]["iou"]
-print("tested:", iou, "· logged:", logged)
+tested_iou = tested["corrected"]["iou"]
+print("tested:", tested_iou, "· logged:", treated_badly[-1]["iou"])
 assert {tensor.device.type for tensor in content["net"].values()} == {"cpu"}
-if DEVICE == "cpu":  # where XLA has trained, plain PyTorch rounds otherwise
-    assert abs(iou - logged) < 1e-9
 
 # %% [markdown]
 # ## Recap

@@ -6,6 +6,8 @@
 #
 # {{badges}}
 #
+# {{time: 25 min on v5e-1}}
+#
 # **You will be able to**
 #
 # * watch any model's training in three lines, and act on what the report says;
@@ -524,53 +526,78 @@ assert TPU or official.counts.fallbacks == {"upsample_bilinear2d_backward": 12}
 # ## Exercise
 #
 # A curriculum: training begins with small crops, which grow. The loop below compiles in every step.
-# **Let the report say why, and mend it so that three steps compile one program**, with the same
-# pixels in the loss.
+# **Let the report say why, and mend `train_on` so that three steps compile one program**, with the
+# same pixels in the loss.
 
-# %%
+
+# %% tags=["exercise"]
+def train_on(model, side):
+    """One step on the `side` × `side` pixels at the top left. Returns the loss, on the device."""
+    images, masks = (tensor.to(device) for tensor in batch())
+    return model.step(images[..., :side, :side], masks[..., :side, :side])  # mend this
+
+
 model = Model()
 with watch() as w:
     for side in (SIZE // 2, SIZE // 4 * 3, SIZE):
-        images, masks = (tensor.to(device) for tensor in batch())
-        model.step(images[..., :side, :side], masks[..., :side, :side])
+        train_on(model, side)
         torch_xla.sync()
 print(w.report().compilations, "compilations")
 
-# %% cellView="form" jupyter={"source_hidden": true}
+# %% tags=["check"]
+# @title Check: run this cell to see whether you are right
+import random
+
+from mshnet.course import checking
+
+with checking("One program for all crops.") as expect:
+    with watch() as w:
+        model = Model()
+        for side in random.sample(range(SIZE // 4, SIZE), 3):
+            train_on(model, side)
+            torch_xla.sync()
+    report = w.report()
+    expect(
+        report.compilations <= 1,
+        f"{report.compilations} compilations for three crops; the report says: {report.verdicts[0]}",
+    )
+    losses = []
+    for side in (SIZE // 4, SIZE):
+        model = Model()  # the same weights and, with the seed, the same pixels
+        losses.append(train_on(model, side).cpu().item())
+    expect(losses[0] != losses[1], "the loss is the same for all sides: pixels outside count, too")
+
+
+# %% tags=["solution"]
 # @title Solution (open after trying)
-print(*w.report().verdicts, sep="\n")
-assert "stop of __getitem__" in w.report().verdicts[0]
-
-
-class Curriculum(Model):
+def train_on(model, side):
     """The crop is a mask of the loss: 1 where pixels count. All shapes stay."""
+    inside = torch.zeros(1, 1, SIZE, SIZE)
+    inside[..., :side, :side] = 1  # on the host, where shapes are free
+    images, masks = (tensor.to(device) for tensor in batch())
+    inside = inside.to(device)
+    p = torch.sigmoid(model.network(images * inside))
+    right = torch.where(masks > 0, p, 1 - p)
+    losses = -((1 - right) ** 2.0 * torch.log(right + 1e-6)) * inside
+    loss = losses.sum() / (inside.sum() * BATCH)
+    model.optimizer.zero_grad()
+    loss.backward()
+    model.optimizer.step()
+    return loss.detach()
 
-    def step(self, images, masks, inside):
-        p = torch.sigmoid(self.network(images * inside))
-        right = torch.where(masks > 0, p, 1 - p)
-        losses = -((1 - right) ** 2.0 * torch.log(right + 1e-6)) * inside
-        loss = losses.sum() / (inside.sum() * images.shape[0])
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
-        return loss.detach()
 
-
-model = Curriculum()
+model = Model()
 with watch(budget=Budget(compilations=1)) as w:
     for side in (SIZE // 2, SIZE // 4 * 3, SIZE):
-        images, masks = (tensor.to(device) for tensor in batch())
-        inside = torch.zeros(1, 1, SIZE, SIZE)
-        inside[..., :side, :side] = 1  # on the host, where shapes are free
-        model.step(images, masks, inside.to(device))
+        train_on(model, side)
         torch_xla.sync()
 print(w.report().verdicts)
 assert w.report().fine
 
-# %% [markdown]
-# The end of a slice is a part of the graph, and so is every shape that follows from it. A mask of
-# one shape carries the same information as data. It costs computing the pixels outside, which is
-# nearly always cheaper than a compilation.
+# %% [markdown] tags=["solution"]
+# The report names the stop of the slice: it is a part of the graph, and so is every shape that
+# follows from it. A mask of one shape carries the same information as data. It costs computing the
+# pixels outside, which is nearly always cheaper than a compilation.
 
 # %% [markdown]
 # ## Recap

@@ -6,6 +6,8 @@
 #
 # {{badges}}
 #
+# {{time: 20 min on v5e-1}}
+#
 # **You will be able to**
 #
 # * compute every number of a results table by hand, from logits and masks;
@@ -386,9 +388,29 @@ for row in found[:5]:
 #
 # A detector answers "target" at **every** pixel of every image. Its pixel accuracy (found target
 # pixels over all target pixels) is 100 %. **What are its IoU, Pd and Fa on this test split?** Write
-# down three guesses before you open the solution.
+# down three guesses between 0 and 1; right to 0.1 is right.
 
-# %% cellView="form" jupyter={"source_hidden": true}
+# %% tags=["exercise"]
+iou = ...
+pd = ...
+fa = ...
+
+# %% tags=["check"]
+# @title Check: run this cell to see whether you are right
+from mshnet.course import checking
+
+with checking("More pixels do not buy Pd.") as expect:
+    expect.answered(iou=iou, pd=pd, fa=fa)
+    everything = DetectionMetrics(side)
+    everything.update(torch.ones_like(logits), masks)
+    right = everything.compute()
+    expect(abs(iou - right["iou"]) < 0.1, f"IoU: how many of all pixels are targets? Not {iou}")
+    expect(
+        abs(pd - right["pd"]) < 0.1, f"Pd: all pixels are one region. Where is its centre? Not {pd}"
+    )
+    expect(abs(fa - right["fa"]) < 0.1, f"Fa: the area of regions that found nothing. Not {fa}")
+
+# %% tags=["solution"]
 # @title Solution (open after trying)
 everything = DetectionMetrics(side)
 everything.update(torch.ones_like(logits), masks)
@@ -396,9 +418,9 @@ result = everything.compute()
 print({name: round(result[name], 4) for name in ("pixel_accuracy", "iou", "pd", "fa")})
 assert result["pixel_accuracy"] == 1
 assert abs(result["iou"] - masks.float().mean().item()) < 1e-6
-assert result["pd"] < 0.1
+iou, pd, fa = (result[name] for name in ("iou", "pd", "fa"))
 
-# %% [markdown]
+# %% [markdown] tags=["solution"]
 # IoU is the targets' share of all pixels, next to nothing. All pixels are one region, whose centre
 # is the centre of the image: it finds only a target that happens to be there. So Pd is about 0, and
 # Fa, the area of regions that found nothing, about 1. "More pixels" does not buy Pd.

@@ -5,6 +5,8 @@
 #
 # {{badges}}
 #
+# {{time: 20 min on v5e-1}}
+#
 # **You will be able to**
 #
 # * compile a training step for v5e, v6e or eight cores on a machine without a TPU;
@@ -360,10 +362,25 @@ print(layers.track(upsampling.to(device), torch.zeros(2, 1, 16, 16)).table())
 #
 # Adam keeps two numbers for each parameter, SGD without momentum none. A model has one linear layer
 # from 1024 to 1024. **By how many bytes do the arguments of a training step grow from SGD to Adam?**
-# Predict, then compile both. (Adam has no state before its first step: take one,
+# Predict. Then compile both and compare. (Adam has no state before its first step: take one,
 # `torch_xla.sync()`, then compile.)
 
-# %% cellView="form" jupyter={"source_hidden": true}
+# %% tags=["exercise"]
+more_bytes = ...  # with Adam, in float32; to one percent
+
+# %% tags=["check"]
+# @title Check: run this cell to see whether you are right
+from mshnet.course import checking
+
+with checking("Two float32 numbers for each weight and each bias.") as expect:
+    expect.answered(more_bytes=more_bytes)
+    right = 2 * (1024 * 1024 + 1024) * 4
+    expect(
+        abs(more_bytes - right) < 0.01 * right,
+        f"two float32 numbers for each of 1024 × 1024 weights and 1024 biases; not {more_bytes:,}",
+    )
+
+# %% tags=["solution"]
 # @title Solution (open after trying)
 import torch_xla
 
@@ -388,10 +405,8 @@ def arguments(make_optimizer):
 
 sgd = arguments(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
 adam = arguments(lambda parameters: torch.optim.Adam(parameters, lr=0.1))
-predicted = 2 * (1024 * 1024 + 1024) * 4
-print(f"SGD {sgd / 2**20:.2f} MiB, Adam {adam / 2**20:.2f} MiB: {adam - sgd:,} bytes more")
-print(f"predicted {predicted:,}")
-assert abs(adam - sgd - predicted) < 0.01 * predicted
+more_bytes = adam - sgd
+print(f"SGD {sgd / 2**20:.2f} MiB, Adam {adam / 2**20:.2f} MiB: {more_bytes:,} bytes more")
 
 # %% [markdown]
 # ## Recap

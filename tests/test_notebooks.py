@@ -3,19 +3,18 @@
 That their cells run is tested by nbmake, in the second half of ``make test``.
 """
 
-import importlib.util
 import re
 from pathlib import Path
 
 import nbformat
+import outputs
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-SOURCES = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.py"))
+import notebooks as tool
 
-_spec = importlib.util.spec_from_file_location("notebooks_tool", ROOT / "tools" / "notebooks.py")
-tool = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(tool)
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = tool.sources()
+KEPT = 400_000  # bytes of a lesson with its outputs, at most
 
 each_lesson = pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 
@@ -26,16 +25,84 @@ def test_there_are_lessons():
 
 @each_lesson
 def test_the_notebook_is_built_from_its_source_and_a_rebuild_changes_nothing(source):
-    assert source.with_suffix(".ipynb").read_text() == tool.build(source) == tool.build(source)
+    assert source.with_suffix(".ipynb").read_text() == tool.text_of(tool.build(source))
+
+
+@each_lesson
+def test_the_outputs_are_those_of_the_code_that_is_shown(source):
+    assert not tool.is_stale(source)
+
+
+@each_lesson
+def test_the_outputs_are_small_and_name_no_folder_of_the_machine_they_come_from(source):
+    text = source.with_suffix(".ipynb").read_text()
+    assert len(text) < KEPT
+    assert str(ROOT) not in text
+    assert not re.search(r"/(home|root|Users)/", text)
 
 
 @each_lesson
 def test_an_edit_keeps_the_ids_of_the_other_cells(source, tmp_path):
     edited = tmp_path / source.name
     edited.write_text(source.read_text() + "\n# %%\nprint('one more cell')\n")
-    before = nbformat.reads(tool.build(source), as_version=4).cells
-    after = nbformat.reads(tool.build(edited), as_version=4).cells
+    before, after = tool.build(source).cells, tool.build(edited).cells
     assert [cell.id for cell in after][:-1] == [cell.id for cell in before]
+
+
+@each_lesson
+def test_the_reader_finds_an_empty_exercise_then_a_check_then_a_hidden_solution(source):
+    notebook = tool.build(source)
+    parts = [part for cell in notebook.cells for part in cell.metadata.get("tags", ())]
+    assert parts[:3] == ["exercise", "check", "solution"]
+    for cell in notebook.cells:
+        tags = cell.metadata.get("tags", ())
+        if tags and cell.cell_type == "code":
+            assert not cell.outputs, "what an exercise prints tells the answer"
+            assert cell.metadata.get("cellView") == (None if "exercise" in tags else "form")
+        elif tags:
+            assert cell.source.startswith("<details>")
+
+
+@each_lesson
+def test_the_solved_lesson_tries_the_check_on_the_empty_exercise_first(source):
+    cells = tool.build(source, solved=True).cells
+    tags = [(cell.metadata.get("tags") or ["–"])[0] for cell in cells if cell.cell_type == "code"]
+    first = tags.index("exercise")
+    assert tags[first : first + 4] == ["exercise", "check", "solution", "check"]
+    check = [cell for cell in cells if "check" in cell.metadata.get("tags", ())]
+    assert check[0].source.startswith("from mshnet.course import rejects")
+    assert "checking(" in check[1].source
+
+
+def test_progress_bars_private_folders_and_long_texts_are_cut(tmp_path):
+    long = "\n".join(f"line {number}" for number in range(500))
+    texts = ["10%\r50%\r100%\ndone", f"refused: {tmp_path}/drive/half.zip", long]
+    cells = [
+        nbformat.v4.new_code_cell(outputs=[nbformat.v4.new_output("stream", text=text)])
+        for text in texts
+    ]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    outputs.small(notebook, hidden=[str(tmp_path)])
+    bar, path, cut = (cell.outputs[0].text for cell in notebook.cells)
+    assert bar == "100%\ndone"
+    assert path == "refused: drive/half.zip"
+    assert len(cut.split("\n")) == outputs.LINES + 1
+    assert cut.startswith("line 0\n") and cut.endswith("line 499") and "440 more lines" in cut
+
+
+@pytest.mark.parametrize(
+    ("text", "ours"),
+    [
+        ("/x/mshnet/loss.py:12: UserWarning: no target\n", True),
+        ("/tmp/ipykernel_81/12.py:3: DeprecationWarning: old\n", True),
+        ("/x/site-packages/torch_xla/runtime.py:201: UserWarning: theirs\n", False),
+        ("mshnet says: no warning\n", False),
+    ],
+)
+def test_warnings_of_our_code_are_found_even_in_pieces(text, ours):
+    pieces = [nbformat.v4.new_output("stream", name="stderr", text=t) for t in (text[:9], text[9:])]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(outputs=pieces)])
+    assert bool(outputs.own_warnings(notebook)) == ours
 
 
 @each_lesson
@@ -44,11 +111,13 @@ def test_a_lesson_has_all_its_parts(source):
     parts = (
         f"# # {source.stem[:2]} · ",
         "# {{badges}}",
+        "# {{time: ",
         "# **You will be able to**",
         "# **You need**",
         "# ## Setup",
         "**What just happened.**",
         "# ## Exercise",
+        "# @title Check",
         "# @title Solution",
         "# ## Recap",
         "# **Next:**",

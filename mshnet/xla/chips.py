@@ -77,7 +77,7 @@ CHIPS = {
         Chip("v4", 2, 275e12, 32 * GIB, 1200e9, None, int(15.25 * GIB), _CUBES, _DOCS + "v4"),
         Chip("v5e", 1, 197e12, 16 * GIB, 819e9, 400e9, int(15.75 * GIB), _E, _DOCS + "v5e"),
         Chip("v5p", 1, 459e12, 95 * GIB, 2765e9, 1200e9, int(95.74 * GIB), _CUBES, _DOCS + "v5p"),
-        Chip("v6e", 1, 918e12, 32 * GIB, 1600e9, 800e9, int(31.25 * GIB), _E, _DOCS + "v6e"),
+        Chip("v6e", 1, 918e12, 32 * GIB, 1638e9, 800e9, int(31.25 * GIB), _E, _DOCS + "v6e"),
     )
 }  # fmt: skip
 

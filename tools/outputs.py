@@ -1,0 +1,92 @@
+"""What notebooks printed when they ran: made small enough to commit, and searched for warnings."""
+
+import base64
+import io
+import re
+from collections.abc import Iterable
+
+from nbformat import NotebookNode
+from PIL import Image
+
+LINES = 60  # of a text output that are kept; the head and the tail
+IMAGE = 60_000  # bytes of a picture above which it is made smaller
+WIDTH = 900  # pixels
+OWN_WARNING = re.compile(
+    r"[^\r\n]*(?:\b(?:mshnet|benchmarks)/\S+\.py|/ipykernel_\d+/\S+):\d+: \w*Warning: [^\r\n]*"
+)
+
+
+def small(notebook: NotebookNode, hidden: list[str]) -> None:
+    """Shorten all outputs in place.
+
+    Args:
+        notebook: one that ran.
+        hidden: folders of this machine whose names no reader should see.
+    """
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)  # when each cell ran: different each time
+        for output in cell.get("outputs", ()):
+            if output.output_type == "stream":
+                output.text = _short(_private(_as_a_terminal(output.text), hidden))
+            for kind, content in list(output.get("data", {}).items()):
+                if kind == "image/png":
+                    output.data = {**output.data, **_smaller(output.data.pop(kind))}
+                elif kind == "text/plain":
+                    output.data[kind] = _short(_private(content, hidden))
+
+
+def own_warnings(notebook: NotebookNode) -> list[str]:
+    """Python warnings that name a file or a cell of this project."""
+    # `!command` merges stderr into stdout, so both are read.
+    return OWN_WARNING.findall(streams(notebook.cells))
+
+
+def streams(cells: Iterable[NotebookNode]) -> str:
+    """What cells have printed, to stdout and stderr."""
+    texts: dict[tuple[int, str], str] = {}
+    for number, cell in enumerate(cells):
+        for output in cell.get("outputs", ()):
+            if output.output_type == "stream":  # it comes in pieces that end anywhere in a line
+                key = (number, output.name)
+                texts[key] = texts.get(key, "") + output.text
+    return "\n".join(texts.values())
+
+
+def _as_a_terminal(text: str) -> str:
+    """Progress bars overwrite themselves: keep what stands there at the end."""
+    return "\n".join(line.rstrip("\r").rsplit("\r", 1)[-1] for line in text.split("\n"))
+
+
+def _private(text: str, folders: list[str]) -> str:
+    for folder in folders:
+        text = text.replace(f"{folder}/", "").replace(folder, ".")
+    return re.sub(r"\.venv/lib/python3\.\d+/site-packages/", "…/site-packages/", text)
+
+
+def _short(text: str) -> str:
+    lines = text.split("\n")
+    if len(lines) <= LINES:
+        return text
+    left_out = f"… {len(lines) - LINES} more lines in a run of your own …"
+    return "\n".join([*lines[: LINES * 2 // 3], left_out, *lines[-LINES // 3 :]])
+
+
+def _smaller(content: str) -> dict[str, str]:
+    """A PNG in base64, as the smallest of: itself, fewer colours, JPEG. The latter two narrower."""
+    raw = base64.b64decode(content)
+    kinds = {"image/png": raw}
+    if len(raw) > IMAGE:
+        image = Image.open(io.BytesIO(raw)).convert("RGB")
+        if image.width > WIDTH:
+            height = round(image.height * WIDTH / image.width)
+            image = image.resize((WIDTH, height), Image.Resampling.LANCZOS)
+        kinds["image/png"] = min(raw, _packed(image.quantize(128), "PNG", optimize=True), key=len)
+        kinds["image/jpeg"] = _packed(image, "JPEG", quality=85)
+    kind = min(kinds, key=lambda kind: len(kinds[kind]))
+    return {kind: base64.b64encode(kinds[kind]).decode()}
+
+
+def _packed(image: Image.Image, kind: str, **options: object) -> bytes:
+    packed = io.BytesIO()
+    image.save(packed, format=kind, **options)
+    return packed.getvalue()

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Circle
 from scipy.ndimage import binary_dilation
@@ -85,7 +86,7 @@ def examples(
         row[1].imshow(mask, cmap="gray", vmin=0, vmax=1)
         row[2].imshow(prediction, cmap="gray", vmin=0, vmax=1)
         row[3].imshow(image, **grey)
-        _mark(row[3], mask, prediction)
+        mark(row[3], mask, prediction)
         for axis in row:
             axis.set(xticks=[], yticks=[])
     titles = ("image", "mask", "prediction", "green hit, orange missed, red false alarm")
@@ -96,7 +97,8 @@ def examples(
     return figure
 
 
-def _mark(axis, mask: np.ndarray, prediction: np.ndarray) -> None:
+def mark(axis: Axes, mask: np.ndarray, prediction: np.ndarray) -> None:
+    """Circle hits in green, missed targets in orange, false alarms in red; bool maps (H, W)."""
     _, found_areas, found = regions(prediction)
     _, target_areas, targets = regions(mask)
     pairs = match(targets, found)
@@ -108,7 +110,7 @@ def _mark(axis, mask: np.ndarray, prediction: np.ndarray) -> None:
             _circle(axis, centre, area, mask.shape, FALSE_ALARM)
 
 
-def _circle(axis, centre: np.ndarray, area: int, shape: tuple[int, int], colour: str) -> None:
+def _circle(axis: Axes, centre: np.ndarray, area: int, shape: tuple[int, int], colour: str) -> None:
     radius = np.sqrt(area / np.pi) + 0.025 * max(shape)
     axis.add_patch(Circle(centre[::-1], radius, fill=False, color=colour, linewidth=1.5))
 

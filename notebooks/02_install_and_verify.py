@@ -296,7 +296,7 @@ assert compiled[0] > 0 and compiled[1:] == [0, 0, 0], compiled
 # | `xm.xrt_world_size()` | `torch_xla.runtime.world_size()`, or `global_runtime_device_count()` |
 # | `xm.get_ordinal()` | `torch_xla.runtime.global_ordinal()` |
 # | `xm.mark_step()` | `torch_xla.sync()`, or `with torch_xla.step():` |
-# | `xmp.spawn(fn, nprocs=8)` | `torch_xla.launch(fn)`; `TPU_NUM_DEVICES` limits the cores |
+# | `xmp.spawn(fn, nprocs=8)` | `torch_xla.launch(fn)`, which takes every core |
 # | spawning after using the device | a process of its own, or SPMD (lesson 05) |
 # | `pl.ParallelLoader(loader, [device])` | `MpDeviceLoader(loader, device)` |
 # | `if xm.is_master_ordinal(): xm.save(…)` | `xm.save(…)` on all: it ends the step, and one alone can wait for ever |

@@ -67,6 +67,13 @@ def on_xla(settings):
     return rows.xla_step(settings) + rows.epoch(settings, lambda part, given: part(given))
 
 
+def test_on_xla_both_ways_evaluate_to_the_same_numbers(small):
+    [row] = rows.evaluation(small)
+    assert row.key == "evaluation"
+    assert "IoU" in row.checked
+    assert "metrics that cost nothing" in row.note
+
+
 def test_on_xla_only_the_official_way_falls_back(small):
     found = {row.key: row for row in measure.alone(on_xla, small)}
     keys = ["xla_step", "trace", "trace_alone", "compile"]

@@ -145,7 +145,7 @@ def test_badges_name_this_notebook_and_the_repository_of_pyproject(source):
 
 @pytest.mark.parametrize(
     "page",
-    [*SOURCES, *ROOT.glob("*.md"), ROOT / "datasets" / "README.md"],
+    [*SOURCES, *ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "datasets" / "README.md"],
     ids=lambda path: path.name,
 )
 def test_relative_links_lead_somewhere(page):

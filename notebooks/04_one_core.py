@@ -79,6 +79,14 @@ print("images", tuple(images.shape), images.dtype, "· masks", tuple(masks.shape
 # | GPU | XLA |
 # |---|---|
 # | `device = torch.device("cuda")` | `device = torch_xla.device()` |
+# | `torch.manual_seed(0)` | the same for the host, and `torch_xla.manual_seed(0)` for the device |
+# | `torch.autocast("cuda")` and a GradScaler | `torch.autocast("xla", dtype=torch.bfloat16)`, no scaler |
+#
+# The device's own random numbers (dropout, `torch.rand` on it) have a seed of their own, and are
+# others than the CPU's: compare with eager PyTorch without dropout. bfloat16 has the range of
+# float32, so nothing has to be scaled. Open the device before the first `backward()` of the process,
+# even one on the CPU: autograd counts devices once, and a later one makes it stop with an internal
+# assertion.
 
 # %%
 import torch
@@ -89,7 +97,8 @@ from mshnet.loss import multiscale_loss
 from mshnet.training.step import Normalize
 
 device = torch_xla.device()  # GPU: torch.device("cuda")
-torch.manual_seed(0)
+torch.manual_seed(0)  # the weights are made on the host
+torch_xla.manual_seed(0)  # what the device draws for itself; this network draws nothing
 model = MSHNet(in_channels=3, widths=WIDTHS, depths=DEPTHS).to(device)  # GPU: the same
 normalize = Normalize().to(device)  # 8-bit grey to the network's three normalised channels
 criterion = SLSIoULoss()
@@ -103,7 +112,8 @@ print(runtime.describe(), "·", sum(p.numel() for p in model.parameters()), "par
 # |---|---|
 # | `for batch in loader: batch.to("cuda")` | `for batch in MpDeviceLoader(loader, device):` |
 #
-# `MpDeviceLoader` uploads the next batches in the background while the device computes.
+# `MpDeviceLoader` uploads the next batches in the background while the device computes. Leave out
+# `pin_memory` and `non_blocking`, which concern CUDA's copies.
 
 # %%
 from torch_xla.distributed.parallel_loader import MpDeviceLoader
@@ -251,6 +261,10 @@ assert counted.compilations == counted.fallbacks == 0, counted
 # **What just happened.** Nothing was compiled, one value was read in each epoch, and there was no
 # fallback: no operation had to run on the host for want of an XLA version. When a loop of your own
 # is slow, these three numbers are the first to look at.
+#
+# If you want a line for every tenth step, keep the values on the device and read them together:
+# `log.append(torch.stack([loss.detach(), accuracy]))` in the step, `torch.stack(log).cpu()` once an
+# epoch. That is one read, and one more small program.
 
 # %% [markdown]
 # ## Look at it

@@ -192,7 +192,19 @@ assert done.returncode == 0 and "images 14 to 15 2 1 8 8" in done.stdout
 
 # %% [markdown]
 # **What just happened.** Sixteen images lie two on each core, and the step that followed says
-# nothing of cores. Its loss is a mean over all sixteen, so somewhere the cores must have talked. We
+# nothing of cores. For a model of your own, mark **everything that outlives a step**: parameters,
+# buffers (batch norm), the optimizer's state, a moving average of weights. What is forgotten makes
+# the step compile twice. And with a loader, let the loader cut the batches. `mark_sharding` on a
+# batch that `MpDeviceLoader` has uploaded fetches it and uploads it once more, in every step:
+#
+# ```
+# across = xs.ShardingSpec(mesh, ("data", None, None, None))
+# feed = MpDeviceLoader(loader, device, input_sharding=across)  # batches of such tensors only
+# feed = MpDeviceLoader(loader, device, input_sharding={  # or batches that are dicts
+#     "image": across, "label": xs.ShardingSpec(mesh, ("data",))})
+# ```
+#
+# Back to the program. Its loss is a mean over all sixteen, so somewhere the cores must have talked. We
 # asked XLA to keep its programs as text. The program of the step, before and after the compiler:
 
 # %%

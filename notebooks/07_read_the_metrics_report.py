@@ -142,7 +142,8 @@ print(compare(w.steps[1], w.steps[2]))
 
 # %% [markdown]
 # Mended: the last batch is filled up, and a weight says which samples count; or it is dropped. A
-# `DataLoader` does the latter with `drop_last=True`.
+# `DataLoader` does the latter with `drop_last=True`. With batch norm drop it: samples that fill up
+# would be part of its statistics, whatever their weight.
 
 # %%
 model = Model()
@@ -516,7 +517,8 @@ assert TPU or official.counts.fallbacks == {"upsample_bilinear2d_backward": 12}
 # **What just happened.** Each of the official way's sentences is one of the breaks above, or one
 # that you have not met: batch norm counts its batches in a tensor without dimensions, and its first
 # 0 is a constant of the first graph. So the second step compiles the whole network once more. It
-# happens to every network with `BatchNorm2d` (`benchmarks/report_resnet18.py`); `Backend.move` in
+# happens to every network with `BatchNorm2d` (`benchmarks/report_resnet18.py`) unless something
+# syncs before the first step, as `MpDeviceLoader` does. `Backend.move` in
 # `mshnet/training/backend.py` leaves those counters on the host.
 #
 # The upsampling's backward pass has no XLA version off TPU, so whether you see those fallbacks
@@ -598,6 +600,10 @@ assert w.report().fine
 # The report names the stop of the slice: it is a part of the graph, and so is every shape that
 # follows from it. A mask of one shape carries the same information as data. It costs computing the
 # pixels outside, which is nearly always cheaper than a compilation.
+#
+# The same pixels count, but it is not quite the same training: normalisation, here GroupNorm, also
+# averages over the zeros outside. Cropping on the host and resizing to one size, or to a few sizes
+# at one program each, avoids that.
 
 # %% [markdown]
 # ## Recap

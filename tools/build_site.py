@@ -127,12 +127,21 @@ def stage(source: Path) -> None:
         if path.endswith(".ipynb"):
             text = _notebook(text, path, source)
         else:
-            text = rewrite(text, path, source)
+            text = rewrite(_own_anchors(text, path), path, source)
         if path == "README.md":
             # A class for docs/_static/site.css: on a phone the rows of this table are stacked.
             text = text.replace("| lesson |", "{.lessons}\n| lesson |", 1) + _navigation()
         (source / page).parent.mkdir(parents=True, exist_ok=True)
         (source / page).write_text(text)
+
+
+def _own_anchors(text: str, path: str) -> str:
+    """An edition's anchors, as Sphinx knows them: the English ones, and the language before."""
+    language = PurePosixPath(path).stem.partition(".")[2]
+    if not language:
+        return text
+    text = re.sub(r'^<a id="([^"]+)"></a>$', rf"({language}-\1)=", text, flags=re.M)
+    return re.sub(r"\]\(#([^)\s]+)\)", rf"](#{language}-\1)", text)
 
 
 def _notebook(text: str, path: str, source: Path) -> str:

@@ -122,6 +122,8 @@ class Recorder(TorchFunctionMode):
         tensors = [leaf for _, leaf in given if isinstance(leaf, Tensor)]
         on_device = any(tensor.device.type == "xla" for tensor in tensors)
         arguments = self._describe(given) if on_device else ()
+        if name in _READS:
+            self._notice_unseen()
         result = func(*args, **kwargs)
         made = [leaf for _, leaf in _leaves((result,), {}) if isinstance(leaf, Tensor)]
         placed = [tensor for tensor in made if tensor.device.type == "xla"]
@@ -153,6 +155,7 @@ class Recorder(TorchFunctionMode):
             line: of the sync.
             compiled: programs that were new.
         """
+        self._notice_unseen()
         graph = self._ran("sync", line, compiled)
         if self._floor is None or self._newest > self._floor:
             self._floor = self._newest
@@ -279,6 +282,13 @@ class Recorder(TorchFunctionMode):
             where = self._lines_of(next(iter(fallen)), 1)[0] if fallen and backward else line
             self._ran(trigger, where, compiled, next(iter(fallen), name))
         return cut
+
+    def _notice_unseen(self) -> None:
+        """Reads that no call of PyTorch made: torch_xla's own, so nobody knows from which line."""
+        reads = _reads()
+        unseen = Event("read", "torch_xla", None, False, False, self.step)
+        self.events += [unseen] * (reads - self._reads)
+        self._reads = reads
 
     def _lines_of(self, operation: str, number: int) -> list[Line | None]:
         """Where the forward calls of a backward operation are, as often as it ran."""

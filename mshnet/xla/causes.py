@@ -87,8 +87,10 @@ def find(
     known = [g for g in earlier if g.calls is not None and g.trigger == graph.trigger]
     if graph.trigger == "read":
         known = [g for g in known if g.line == graph.line]
+    # Its first step, which need not be step 1: what was pending before the loop is synced, too.
+    first = min((g.step for g in known if _trains(g) == _trains(graph)), default=0)
     alike, like = max(
-        ((_likeness(g, graph), g) for g in known),
+        ((_likeness(g, graph, first), g) for g in known),
         key=lambda pair: (pair[0], pair[1].step),
         default=(0, None),
     )
@@ -104,7 +106,7 @@ def find(
             like=like.step,
         )
     cause = min(found, key=lambda cause: _RANK[cause.kind])  # the first in the step among equals
-    if cause.kind == OPERATIONS and like.step == 1 and graph.step == 2:
+    if cause.kind == OPERATIONS and like.step == first and graph.step == first + 1:
         return replace(cause, kind=FIRST_STEP)
     return cause
 
@@ -143,16 +145,21 @@ def differences(
             yield _operations(call, count_was[key[:2]], count_now[key[:2]], old.step)
 
 
-def _likeness(old: Graph, new: Graph) -> float:
+def _trains(graph: Graph) -> bool:
+    return any(call.name == "backward" for call in graph.calls)
+
+
+def _likeness(old: Graph, new: Graph, first: int) -> float:
     """Common calls' share of all if these are versions of the same computation, else 0.
 
-    A training step and an evaluation are not, nor are two phases of a training.
+    A training step and an evaluation are not, nor are two phases of a training. In the step after
+    the `first` less is enough.
     """
-    was, now = _numbered(old.calls).keys(), _numbered(new.calls).keys()
-    if any(call[0] == "backward" for call in was) != any(call[0] == "backward" for call in now):
+    if _trains(old) != _trains(new):
         return 0.0
+    was, now = _numbered(old.calls).keys(), _numbered(new.calls).keys()
     common = len(was & now)
-    if old.step == 1 and new.step == 2:
+    if old.step == first and new.step == first + 1:
         share, enough = common / max(1, min(len(was), len(now))), _ALIKE_FIRST
     else:
         share, enough = common / max(1, len(was | now)), _ALIKE

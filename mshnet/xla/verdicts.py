@@ -280,10 +280,18 @@ class Report:
         if self.explained:
             reads = [e for e in self._of("read") if not e.cut]
             steps = Counter(line for line, _ in {(e.line, e.step) for e in reads})
-            reads = [e for e in reads if steps[e.line] >= often]
-            if reads:
-                number = max(steps.values())
-                yield f"Host reads in {number} of {self._steps} steps, {_places(reads)}: {advice}"
+            seen = [e for e in reads if e.line and steps[e.line] >= often]
+            if seen:
+                number = max(steps[e.line] for e in seen)
+                yield f"Host reads in {number} of {self._steps} steps, {_places(seen)}: {advice}"
+            if steps[None] >= often:
+                number = sum(e.line is None for e in reads)
+                yield (
+                    f"Host reads in {steps[None]} of {self._steps} steps ({number} reads) that no "
+                    "line of PyTorch asked for: torch_xla made them, as mark_sharding does for a "
+                    "tensor that is on the device already. Give MpDeviceLoader an input_sharding, "
+                    "or mark tensors directly after .to(device)."
+                )
         elif self.steps:
             number = sum(step.host_reads > 0 for step in self.steps)
             if number >= often:

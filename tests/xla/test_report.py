@@ -182,6 +182,37 @@ def test_state_that_an_optimizer_makes_in_its_first_step_is_named(xla):
     assert line_of("update") in verdict and "ran not at all, and then " in verdict
 
 
+def test_state_of_the_first_training_step_is_named_though_a_sync_came_before_it(xla):
+    small = Small(xla)
+    small.optimizer = torch.optim.Adam(small.model.parameters(), lr=0.1)
+    with watch() as w:
+        made = torch.ones(29).to(xla.device).add(1)
+        torch_xla.sync()  # as a loader's, for what the making of the model has left
+        for _ in range(3):
+            small.step(29)
+            torch_xla.sync()
+    assert made.shape == (29,)
+    kinds = [(c.step, c.cause.kind) for c in w.report().compiled]
+    assert kinds == [(1, causes.FIRST), (2, causes.FIRST), (3, causes.FIRST_STEP)]
+    assert "modules and optimizers make state in their first step" in verdict_of(w)
+
+
+def test_reads_of_torch_xla_itself_are_not_blamed_on_another_line(xla):
+    x = torch.ones(31).to(xla.device)
+    torch_xla.sync()
+    with watch() as w:
+        for _ in range(4):
+            with torch._C.DisableTorchFunction():  # as mark_sharding reads: no call of PyTorch
+                x.cpu()
+            y = x * 2
+            torch_xla.sync()
+        y.cpu()  # innocent
+    verdict = verdict_of(w)
+    assert verdict.startswith("Host reads in 4 of 4 steps (4 reads) that no line of PyTorch asked")
+    assert "innocent" not in verdict and "input_sharding" in verdict
+    assert [event.line is None for event in w.report().events] == [True] * 4 + [False]
+
+
 def test_what_the_calls_do_not_show_is_said_to_be_unknown(xla):
     x = torch.ones(8).to(xla.device)
     kept = []

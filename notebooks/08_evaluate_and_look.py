@@ -54,6 +54,8 @@ print(f"{DEVICE}, {SIZE}×{SIZE}, {SCENES} scenes to train on, {EPOCHS} epochs")
 # here; it will be mediocre, which is what this lesson wants.
 
 # %%
+import shutil
+
 from mshnet import jobs
 from mshnet.data.scenes import write_scenes
 
@@ -64,6 +66,7 @@ data = DATA or str(write_scenes("scenes-08", train=SCENES, test=40, size=SIZE))
 settings = {"dataset_dir": data, "device": DEVICE, "batch_size": BATCH}
 if WEIGHTS is None:
     shape = {"base_size": SIZE, "crop_size": SIZE, "widths": WIDTHS, "depths": DEPTHS}
+    shutil.rmtree("run-08", ignore_errors=True)  # what an earlier pass through this lesson left
     run = {"epochs": EPOCHS, "warm_epoch": WARM_EPOCH, "workers": 0, "save_dir": "run-08"}
     jobs.train(settings | shape | run)
     weights = "run-08/weight.pkl"

@@ -3,12 +3,16 @@
 That their cells run is tested by nbmake, in the second half of ``make test``.
 """
 
+import base64
+import io
 import re
 from pathlib import Path
 
 import nbformat
+import numpy as np
 import outputs
 import pytest
+from PIL import Image
 
 import notebooks as tool
 
@@ -88,6 +92,18 @@ def test_progress_bars_private_folders_and_long_texts_are_cut(tmp_path):
     assert path == "refused: drive/half.zip"
     assert len(cut.split("\n")) == outputs.LINES + 1
     assert cut.startswith("line 0\n") and cut.endswith("line 499") and "440 more lines" in cut
+
+
+def test_a_large_picture_is_kept_once_and_small():
+    noise = np.random.default_rng(0).integers(0, 255, (600, 1200, 3), dtype=np.uint8)
+    packed = io.BytesIO()
+    Image.fromarray(noise).save(packed, format="PNG")
+    data = {"image/png": base64.b64encode(packed.getvalue()).decode(), "text/plain": "<Figure>"}
+    cell = nbformat.v4.new_code_cell(outputs=[nbformat.v4.new_output("display_data", data)])
+    outputs.small(nbformat.v4.new_notebook(cells=[cell]), hidden=[])
+    kept = cell.outputs[0].data
+    assert set(kept) == {"image/jpeg", "text/plain"}
+    assert Image.open(io.BytesIO(base64.b64decode(kept["image/jpeg"]))).width == outputs.WIDTH
 
 
 @pytest.mark.parametrize(

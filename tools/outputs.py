@@ -30,7 +30,8 @@ def small(notebook: NotebookNode, hidden: list[str]) -> None:
                 output.text = _short(_private(_as_a_terminal(output.text), hidden))
             for kind, content in list(output.get("data", {}).items()):
                 if kind == "image/png":
-                    output.data = {**output.data, **_smaller(output.data.pop(kind))}
+                    del output.data[kind]
+                    output.data |= _smaller(content)
                 elif kind == "text/plain":
                     output.data[kind] = _short(_private(content, hidden))
 

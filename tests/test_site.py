@@ -40,10 +40,12 @@ def test_a_lesson_has_a_page_with_buttons_and_a_folded_solution(site, path):
     assert "copybutton.js" in page
     for name in ("Open in Colab", "Open in Kaggle", "Download"):
         assert name in page
-    solution = page.index("# @title Solution")
-    folded = page.rindex("<details", 0, solution)
-    assert "</details>" not in page[folded:solution]
-    assert "open" not in re.match(r"<details[^>]*>", page[folded:])[0]
+    for part in ("Check", "Solution"):
+        title = page.index(f"# @title {part}")
+        folded = page.rindex("<details", 0, title)
+        assert "</details>" not in page[folded:title]
+        assert "open" not in re.match(r"<details[^>]*>", page[folded:])[0]
+        assert f"Show the {part.lower()}" in page[folded:title]
 
 
 @each_lesson

@@ -169,12 +169,11 @@ def _notebook(text: str, path: str, source: Path) -> str:
             )
             continue
         _show_as_terminal(cell)
-        if "solution" in tags or cell["source"].startswith("# @title Solution"):
-            tags.append("hide-cell")
-            names = {"code_prompt_show": "Show the solution", "code_prompt_hide": "Hide it"}
-            metadata["mystnb"] = names | metadata.get("mystnb", {})
-        elif metadata.get("jupyter", {}).get("source_hidden"):
-            tags.append("hide-input")
+        for tag in ("check", "solution"):
+            if tag in tags:
+                tags.append("hide-cell")
+                names = {"code_prompt_show": f"Show the {tag}", "code_prompt_hide": "Hide it"}
+                metadata["mystnb"] = names
     return json.dumps(notebook, ensure_ascii=False)
 
 

@@ -1,4 +1,5 @@
 # make demo   trains on built-in scenes, XLA on the CPU, and leaves weights and pictures
+# make lessons   opens the course in JupyterLab on this machine
 # make test   everything that CI runs
 # make notebooks   writes notebooks/*.ipynb from notebooks/*.py, and runs those that changed
 # make site    builds build/site, the lessons and guides as web pages
@@ -17,13 +18,16 @@ INSTALL := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint con
 # LLVM's optimiser off: the same graphs, compiled 3 to 5 times faster (run 1.4 times slower).
 QUICKLY := OMP_NUM_THREADS=2 PJRT_DEVICE=CPU XLA_FLAGS=--xla_backend_optimization_level=0
 
-.PHONY: demo test notebooks site colab lint clean
+.PHONY: demo lessons test notebooks site colab lint clean
 
 demo: $(VENV)/.base
 	PJRT_DEVICE=CPU $(BIN)/python main_tpu.py --use-tpu --epochs 12 --warm-epoch 3 --batch-size 8 \
 		--base-size 64 --crop-size 64 --save-dir weight/demo-$$(date +%Y-%m-%d-%H-%M-%S)
 	@echo
 	@echo "Next: open examples.png and curves.png in that folder, then notebooks/01_choose_a_runtime.ipynb"
+
+lessons: $(VENV)/.lab
+	$(BIN)/jupyter lab --notebook-dir notebooks 01_choose_a_runtime.ipynb
 
 test: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -67,6 +71,10 @@ $(VENV)/.test: $(BIN)/uv pyproject.toml constraints/colab-tpu.txt
 	# The field's metric library is an oracle in the tests. It pins numpy below 2, which Colab's
 	# image is not, but runs with it: so it comes without its pins.
 	$(INSTALL) --no-deps pyirstdmetrics==1.0.2
+	@touch $@
+
+$(VENV)/.lab: $(BIN)/uv pyproject.toml constraints/colab-tpu.txt
+	$(INSTALL) --editable '.[lab]'
 	@touch $@
 
 # Only the tool's packages: the site is built without PyTorch.

@@ -1,4 +1,4 @@
-"""Sphinx settings of the reading edition. ``make site`` (tools/build_site.py) prepares the sources."""
+"""Sphinx settings of the reading edition; tools/build_site.py prepares the sources."""
 
 from ipython_pygments_lexers import IPython3Lexer
 

@@ -230,7 +230,7 @@ def _add_train_flags(parser: argparse.ArgumentParser) -> None:
     )
     _add(parser, "epochs", "passes over the training split")
     _add(parser, "lr", "learning rate of Adagrad", kind=float)
-    _add(parser, "warm_epoch", "last epoch (from 0) with one head and plain IoU loss")
+    _add(parser, "warm_epoch", "last epoch, from 0 (3 means four), of one head and plain IoU loss")
     _add(parser, "crop_size", "side of training samples, pixels, a multiple of 16")
     _add(
         parser,

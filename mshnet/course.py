@@ -1,12 +1,12 @@
 """What the lessons share: checks of their exercises, and pictures of what to click."""
 
-import io
 import textwrap
 from collections.abc import Sequence
 from types import TracebackType
 
-from matplotlib.figure import Figure
 from matplotlib.patches import Circle, FancyBboxPatch
+
+from .plots import Picture
 
 CHOSEN, PAPER, INK, LINE = "#ff9f0a", "#f2f2f7", "#1c1c1e", "#c7c7cc"
 
@@ -75,15 +75,6 @@ def rejects(check: str, names: dict) -> None:
         print(f"Not yet: {error}")
         return
     raise AssertionError("the check accepts an exercise that nobody has solved")
-
-
-class Picture(Figure):
-    """A figure that a notebook shows, with pyplot and without."""
-
-    def _repr_png_(self) -> bytes:
-        content = io.BytesIO()
-        self.savefig(content, format="png")
-        return content.getvalue()
 
 
 def clicks(*panels: tuple[str, Sequence[str], str]) -> Picture:

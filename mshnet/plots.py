@@ -1,5 +1,6 @@
 """Pictures of a run: curves over epochs, and detections drawn on images."""
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -7,12 +8,22 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Circle
+from matplotlib.ticker import MaxNLocator
 from scipy.ndimage import binary_dilation
 
 from .metrics import match, regions
 
 HIT, MISSED, FALSE_ALARM = "#35c759", "#ffb000", "#ff453a"
 SHOWN = 6  # images in examples.png
+
+
+class Picture(Figure):
+    """A figure that a notebook shows, whether it has started pyplot or not."""
+
+    def _repr_png_(self) -> bytes:
+        content = io.BytesIO()
+        self.savefig(content, format="png")
+        return content.getvalue()
 
 
 def overlay(image: np.ndarray, mask: np.ndarray) -> np.ndarray:
@@ -23,7 +34,7 @@ def overlay(image: np.ndarray, mask: np.ndarray) -> np.ndarray:
     return picture
 
 
-def curves(records: Sequence[dict], path: Path | None = None) -> Figure:
+def curves(records: Sequence[dict], path: Path | None = None) -> Picture:
     """Loss, overlap and detection over epochs.
 
     Args:
@@ -31,7 +42,7 @@ def curves(records: Sequence[dict], path: Path | None = None) -> Figure:
         path: where to save the picture, if anywhere.
     """
     epochs = [record["epoch"] + 1 for record in records]
-    figure = Figure(figsize=(13, 3.8), layout="constrained")
+    figure = Picture(figsize=(13, 3.8), layout="constrained")
     loss, overlap, detection = figure.subplots(1, 3)
     loss.plot(epochs, [r["loss"] for r in records], ".-", color="#444")
     loss.set_title("training loss")
@@ -50,6 +61,7 @@ def curves(records: Sequence[dict], path: Path | None = None) -> Figure:
     warm = [r["epoch"] + 1 for r in records if r.get("phase") == "warm-up"]
     for axis in (loss, overlap, detection):
         axis.set_xlabel("epoch")
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
         if warm and len(warm) < len(records):
             # The loss of the two phases are different functions: a jump there is no setback.
@@ -65,7 +77,7 @@ def examples(
     predictions: Sequence[np.ndarray],
     names: Sequence[str],
     path: Path | None = None,
-) -> Figure:
+) -> Picture:
     """A row an image: image, mask, prediction, and the image with hits and errors marked.
 
     Args:
@@ -75,7 +87,7 @@ def examples(
         path: where to save the picture, if anywhere.
     """
     rows = len(images)
-    figure = Figure(figsize=(11, 2.75 * rows + 0.5), layout="constrained")
+    figure = Picture(figsize=(11, 2.75 * rows + 0.5), layout="constrained")
     grid = figure.subplots(rows, 4, squeeze=False)
     for row, image, mask, prediction, name in zip(
         grid, images, masks, predictions, names, strict=True

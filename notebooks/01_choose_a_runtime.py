@@ -321,7 +321,8 @@ maps_that_fit = int(16e9 // map_bytes(128))
 # in memory and in the time it takes to move it. This is why a batch of 128 in bfloat16 suits a
 # single v5e core, and why 32 images spread over eight cores, four on each, fill so little. The
 # whole network is kinder than this one map: its deeper levels have more channels, and there the
-# channels lie in the lanes. Lesson 09 asks the real TPU compiler for the sum.
+# channels lie in the lanes. And this package lays columns of a map beside the channels, so that small
+# batches fill the lanes, too (`mshnet/fold.py`). Lesson 09 asks the real TPU compiler for the sum.
 
 # %% [markdown]
 # ## Recap

@@ -44,7 +44,7 @@ COLAB = {
     "torch": "2.9.0",
     "torch_xla": "2.9.0",
     "libtpu": "0.0.21.1",  # the TPU driver and compiler; only where there is a TPU to drive
-    "jax": "0.7.2",  # used in lesson 09 and in the labs, not for training
+    "jax": "0.7.2",  # used in lesson 09, not for training
     "numpy": "2.1.3",
 }
 
@@ -363,7 +363,7 @@ assert results["torch_xla.sync()"] == results["torch.autocast"] == "works"
 # ## Exercise
 #
 # bfloat16 has the range of float32 but only 8 significant bits. Write `bfloat16_error(n)`: multiply
-# two random n×n matrices **in bfloat16 on the device** and return the relative error against the
+# two n×n matrices from `torch.randn` **in bfloat16 on the device** and return the relative error against the
 # float32 product on the host. Guess first: does the error grow with n?
 
 
@@ -387,7 +387,8 @@ with checking("The error stays the same, so bfloat16 is fit for products.") as e
         expect(
             1e-3 < error < 1e-2,
             f"bfloat16_error({n}) is {error:.1e}; two factors with 8 significant bits are off by "
-            "2e-3 to 5e-3. Smaller: the product was taken in float32. Larger: compare with a @ b.",
+            "2e-3 to 5e-3. Smaller: the product was taken in float32, or the entries are not centred "
+            "on 0 (use randn). Larger: compare with a @ b.",
         )
     expect(grows_with_n is False, "print bfloat16_error for n = 32, 128 and 512: it does not grow")
 

@@ -63,7 +63,7 @@ SIZE = 256  # side of training images, pixels
 #
 # In Colab the machine is emptied when the session ends; Drive is what stays. Mounting opens a
 # window that asks for your consent. On Kaggle, attach the set with **Add Input** instead; it then
-# lies under `/kaggle/input`. Elsewhere a folder takes the part of Drive.
+# lies under `/kaggle/input`: set `DATASET = "/kaggle/input/NAME"` above. Elsewhere a folder takes the part of Drive.
 
 # %%
 from mshnet.course import clicks
@@ -463,7 +463,7 @@ from mshnet.course import checking
 with checking("Train on it to see that things run; 5 test images give no result.") as expect:
     expect(subset.is_dir(), f"there is no folder {subset.name} yet: write your code above")
     lists = [f"img_idx/{split}_subset.txt" for split in ("train", "test")]
-    missing = [name for name in lists if not (subset / name).exists()]
+    missing = [name for name in ["images", "masks", *lists] if not (subset / name).exists()]
     expect(not missing, f"{subset.name} has no {' and no '.join(missing)}")
     answer = check(subset)
     counts = {name: split.images for name, split in answer.splits.items()}
@@ -474,6 +474,7 @@ with checking("Train on it to see that things run; 5 test images give no result.
 
 # %% tags=["solution"]
 # @title Solution (open after trying)
+shutil.rmtree(subset, ignore_errors=True)
 for name in ("images", "masks", "img_idx"):
     (subset / name).mkdir(parents=True)
 

@@ -356,14 +356,22 @@ from mshnet.training.folder import read_log
 plots.curves(read_log(Path(best["run"])))
 
 # %% [markdown]
+# **What just happened.** Two epochs on this small network teach next to nothing: watch Pd and Fa in
+# the lines above. The loss of the second epoch is another function than that of the first, the
+# warm-up's, so a jump between them is no setback. `make demo` and lesson 08 train for long enough to
+# find something.
+
+# %% [markdown]
 # ## Exercise
 #
 # The loader drops the last images that do not fill a batch. Suppose it did not: the last batch of
 # an epoch would hold fewer images. **How many programs does the training step of one epoch need
 # then, and how many are compiled in ten epochs?** Write down your guess. Then feed the step with
-# batches of `BATCH` and `BATCH - 1` images and count with `runtime.counters()`.
+# batches of `BATCH` and `BATCH - 1` images and count with `runtime.counters()`. (The program for full
+# batches is there already, so you will count one less.)
 
 # %% tags=["exercise"]
+model.train()  # evaluation had switched it
 in_one_epoch = ...  # programs of the training step, the one for full batches included
 in_ten_epochs = ...
 
@@ -382,7 +390,8 @@ with checking("A program for each shape, and each only once.") as expect:
 
 # %% tags=["solution"]
 # @title Solution (open after trying)
-model.train()  # evaluation had switched it
+model.train()
+torch_xla.sync()  # away with what an attempt may have left
 total = torch.zeros(1).to(device)
 before = runtime.counters()
 for size in (BATCH, BATCH - 1, BATCH, BATCH - 1):

@@ -601,7 +601,8 @@ assert not runtime.is_open()
 #
 # Replica 3 of 8 trains with a global batch of 32. **Which samples of batch 0 does it load: how
 # many, and where do they stand in the epoch's shuffled order?** Predict. Then write `loaded_by`
-# with `EpochBatches` and `Part` from `mshnet.data.feed`. The order is
+# with `EpochBatches` and `Part` from `mshnet.data.feed`; it yields batches as lists of pairs
+# (epoch, index). The order is
 # `numpy.random.default_rng([seed, epoch]).permutation(length)`.
 #
 # Then think further: with 100 samples, do the eight replicas together load every sample once? And
@@ -630,10 +631,15 @@ with checking("Row for row, the replicas load the batches of one core.") as expe
     order = np.random.default_rng([SEED, 0]).permutation(LENGTH)
     expect(tuple(places) == (12, 15), f"replicas 0 to 2 have places 0 to 11; not {places}")
     got = np.asarray(loaded_by(3))
-    expect(got.shape == (3, 4), f"3 batches of 4 images, not an array of shape {got.shape}")
+    hint = f"3 batches of 4 indices, not an array of shape {got.shape}; of each pair the index"
+    expect(got.shape == (3, 4), hint)
     expect((got[0] == order[12:16]).all(), f"batch 0: {got[0]} instead of {order[12:16]}")
     together = np.concatenate([loaded_by(replica) for replica in range(8)], axis=1)
     expect((together.ravel() == order[:96]).all(), "together they must be the batches of one core")
+    later = np.random.default_rng([SEED, 1]).permutation(LENGTH)[12:16]
+    expect(
+        (np.asarray(loaded_by(3, 1))[0] == later).all(), "epoch 1 has another order: use `epoch`"
+    )
     expect(left_out == 4, f"3 batches of 32 are loaded, so of 100 samples not {left_out} stay out")
 
 

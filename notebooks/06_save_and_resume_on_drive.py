@@ -44,7 +44,7 @@ DEVICE = "tpu" if TPU else "cpu"  # without a TPU, "tpu" is XLA on the CPU: it c
 SIZE = 32 if SMALL else 256  # side of the images, pixels
 BATCH = 4 if SMALL else 16
 SCENES = 40 if SMALL else 160
-EPOCHS = 7
+EPOCHS = 8
 STEPS = SCENES // BATCH  # of an epoch
 
 # A TPU belongs to one process at a time. Here it is the training's, so this notebook's own XLA

@@ -374,6 +374,7 @@ from mshnet.course import checking
 
 with checking("Two float32 numbers for each weight and each bias.") as expect:
     expect.answered(more_bytes=more_bytes)
+    expect(isinstance(more_bytes, (int, float)), f"a number of bytes, please, not {more_bytes!r}")
     right = 2 * (1024 * 1024 + 1024) * 4
     expect(
         abs(more_bytes - right) < 0.01 * right,
@@ -418,4 +419,6 @@ print(f"SGD {sgd / 2**20:.2f} MiB, Adam {adam / 2**20:.2f} MiB: {more_bytes:,} b
 # * A program for eight cores names its collectives, with their bytes.
 # * Names of layers survive the compiler; time, effort, versions and the first step are the limits.
 #
-# **Next:** lab 10, image processing with torchax.
+# **Next:** that was the course. Train on data of your own (lesson 03 brings them, lesson 06 keeps the
+# run), or port a model of your own with
+# [GUIDE.md]({{repository}}/blob/main/GUIDE.md#from-a-gpu-to-xla) beside you.

@@ -46,6 +46,15 @@ def test_the_outputs_are_small_and_name_no_folder_of_the_machine_they_come_from(
 
 
 @each_lesson
+def test_a_cell_that_ends_in_a_picture_shows_it(source):
+    for cell in tool.build(source).cells:
+        last = cell.source.rstrip().rpartition("\n\n")[2]
+        if cell.cell_type == "code" and re.match(r"(clicks|plots\.\w+|show|timeline)\(", last):
+            kinds = [kind for output in cell.outputs for kind in output.get("data", {})]
+            assert {"image/png", "image/jpeg"} & set(kinds), cell.source
+
+
+@each_lesson
 def test_an_edit_keeps_the_ids_of_the_other_cells(source, tmp_path):
     edited = tmp_path / source.name
     edited.write_text(source.read_text() + "\n# %%\nprint('one more cell')\n")
@@ -80,11 +89,12 @@ def test_the_solved_lesson_tries_the_check_on_the_empty_exercise_first(source):
 
 def test_progress_bars_private_folders_and_long_texts_are_cut(tmp_path):
     long = "\n".join(f"line {number}" for number in range(500))
-    texts = ["10%\r50%\r100%\ndone", f"refused: {tmp_path}/drive/half.zip", long]
+    texts = ["50%\r100%\ndone", f"refused: {tmp_path}/drive/half.zip", long]
     cells = [
         nbformat.v4.new_code_cell(outputs=[nbformat.v4.new_output("stream", text=text)])
         for text in texts
     ]
+    cells[0].outputs.insert(0, nbformat.v4.new_output("stream", text="10%\r"))  # its first piece
     notebook = nbformat.v4.new_notebook(cells=cells)
     outputs.small(notebook, hidden=[str(tmp_path)])
     bar, path, cut = (cell.outputs[0].text for cell in notebook.cells)

@@ -25,6 +25,8 @@ def small(notebook: NotebookNode, hidden: list[str]) -> None:
     """
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # when each cell ran: different each time
+        if cell.cell_type == "code":
+            cell.outputs = _joined(cell.outputs)
         for output in cell.get("outputs", ()):
             if output.output_type == "stream":
                 output.text = _short(_private(_as_a_terminal(output.text), hidden))
@@ -34,6 +36,8 @@ def small(notebook: NotebookNode, hidden: list[str]) -> None:
                     output.data |= _smaller(content)
                 elif kind == "text/plain":
                     output.data[kind] = _short(_private(content, hidden))
+        if cell.cell_type == "code":  # a bar that has erased itself leaves blanks
+            cell.outputs = [o for o in cell.outputs if o.get("text", "shown").strip()]
 
 
 def own_warnings(notebook: NotebookNode) -> list[str]:
@@ -51,6 +55,18 @@ def streams(cells: Iterable[NotebookNode]) -> str:
                 key = (number, output.name)
                 texts[key] = texts.get(key, "") + output.text
     return "\n".join(texts.values())
+
+
+def _joined(pieces: list[NotebookNode]) -> list[NotebookNode]:
+    """What a program prints comes in pieces; a progress bar in one for each step."""
+    whole: list[NotebookNode] = []
+    for piece in pieces:
+        last = whole[-1] if whole else {}
+        if piece.output_type == "stream" and last.get("name") == piece.name:
+            last.text += piece.text
+        else:
+            whole.append(piece)
+    return whole
 
 
 def _as_a_terminal(text: str) -> str:

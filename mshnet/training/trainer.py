@@ -152,8 +152,8 @@ class Trainer:
             self._stop(start)
         if self.stopped:
             return None
+        loss = float(self._total.item() / self.steps)  # XLA: waits for the steps to be done
         trained = time.perf_counter() - start
-        loss = float(self._total.item() / self.steps)
         images = (self.steps - done) * self.config.batch_size
         self.backend.end_epoch(self.model)
         full = self.epoch > self.config.warm_epoch

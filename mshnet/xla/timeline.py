@@ -1,5 +1,6 @@
 """The steps of a watched block as a picture: what the host did, and beside it the device."""
 
+import io
 from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
@@ -14,7 +15,16 @@ _PARTS = (
 )
 
 
-def timeline(watch: "Watch", last: int = 40) -> Figure:
+class Timeline(Figure):
+    """A figure that a notebook shows, whether it has started pyplot or not."""
+
+    def _repr_png_(self) -> bytes:
+        content = io.BytesIO()
+        self.savefig(content, format="png")
+        return content.getvalue()
+
+
+def timeline(watch: "Watch", last: int = 40) -> Timeline:
     """Two bars a step: the host's time in its parts, and the device's.
 
     The parts are those of :class:`~mshnet.xla.verdicts.Step`. The device works beside the host, on
@@ -26,7 +36,7 @@ def timeline(watch: "Watch", last: int = 40) -> Figure:
         last: steps at the end that are drawn.
     """
     steps = watch.steps[-last:]
-    figure = Figure(figsize=(7, 3.2), layout="constrained")
+    figure = Timeline(figsize=(7, 3.2), layout="constrained")
     axis = figure.subplots()
     at = [step.number for step in steps]
     bottom = [0.0] * len(steps)

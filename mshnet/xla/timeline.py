@@ -16,7 +16,10 @@ _PARTS = (
 
 
 class Timeline(Figure):
-    """A figure that a notebook shows, whether it has started pyplot or not."""
+    """A figure that a notebook shows, whether it has started pyplot or not.
+
+    As ``mshnet.plots.Picture``, which this folder must not import: it knows nothing of the rest.
+    """
 
     def _repr_png_(self) -> bytes:
         content = io.BytesIO()

@@ -27,7 +27,7 @@ demo: $(VENV)/.base
 	@echo "Next: open examples.png and curves.png in that folder, then notebooks/01_choose_a_runtime.ipynb"
 
 lessons: $(VENV)/.lab
-	$(BIN)/jupyter lab --notebook-dir notebooks 01_choose_a_runtime.ipynb
+	$(BIN)/jupyter lab notebooks/01_choose_a_runtime.ipynb
 
 test: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -471,6 +471,12 @@ with checking("Train on it to see that things run; 5 test images give no result.
     expect(not answer.errors(), f"check finds an error: {[str(e) for e in answer.errors()][:1]}")
     both = answer.shared_names or answer.shared_content
     expect(not both, f"the splits share images: {list(both)[:3]}")
+    for split in ("train", "test"):
+        whole, part = (
+            {sample.name for sample in DataFolder(folder).samples(split)}
+            for folder in (data, subset)
+        )
+        expect(part <= whole, f"{split} has images of the other split: {sorted(part - whole)[:3]}")
 
 # %% tags=["solution"]
 # @title Solution (open after trying)

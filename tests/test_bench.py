@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import bench
@@ -36,16 +37,37 @@ def data(tmp_path_factory):
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def small(data):
     return rows.Settings(str(data), 32, 2, 1, 32, 6, widths=(2, 2, 2, 2, 2), depths=(1, 1, 1, 1, 1))
 
 
-def test_the_command_ends_with_one_json_line(data):
+def on_xla(settings):
+    """Both in one process: they compile the same programs."""
+    return rows.xla_step(settings) + rows.epoch(settings, lambda part, given: part(given))
+
+
+def command(folder):
     """As a user runs it: the rows that take seconds."""
-    command = [sys.executable, "-m", "mshnet", "bench", "--dataset-dir", str(data), "--json"]
-    command += ["--only", "cpu_step", "loader", "evaluation_cpu", "--images", "6"]
-    done = subprocess.run([*command, *SMALL, *NETWORK], capture_output=True, text=True, cwd=ROOT)
+    argv = [sys.executable, "-m", "mshnet", "bench", "--dataset-dir", str(folder), "--json"]
+    argv += ["--only", "cpu_step", "loader", "evaluation_cpu", "--images", "6"]
+    return subprocess.run([*argv, *SMALL, *NETWORK], capture_output=True, text=True, cwd=ROOT)
+
+
+@pytest.fixture(scope="module")
+def apart(data, small, tmp_path_factory):
+    """What takes long, each in a process of its own, two at a time: no clock matters here."""
+    cache = {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
+    with ThreadPoolExecutor(2) as pool:
+        compiling = {
+            row.__name__: pool.submit(measure.alone, row, small, **cache)
+            for row in (on_xla, rows.tpu_bytes, rows.evaluation)
+        }
+        yield compiling | {"command": pool.submit(command, data)}
+
+
+def test_the_command_ends_with_one_json_line(apart):
+    done = apart["command"].result()
     assert done.returncode == 0, done.stderr
     [text] = done.stdout.splitlines()
     answer = json.loads(text)
@@ -62,20 +84,15 @@ def test_the_command_ends_with_one_json_line(data):
     assert "| `loader` |" in done.stderr
 
 
-def on_xla(settings):
-    """Both in one process: they compile the same programs."""
-    return rows.xla_step(settings) + rows.epoch(settings, lambda part, given: part(given))
-
-
-def test_on_xla_both_ways_evaluate_to_the_same_numbers(small):
-    [row] = rows.evaluation(small)
+def test_on_xla_both_ways_evaluate_to_the_same_numbers(apart):
+    [row] = apart["evaluation"].result()
     assert row.key == "evaluation"
     assert "IoU" in row.checked
     assert "metrics that cost nothing" in row.note
 
 
-def test_on_xla_only_the_official_way_falls_back(small):
-    found = {row.key: row for row in measure.alone(on_xla, small)}
+def test_on_xla_only_the_official_way_falls_back(apart):
+    found = {row.key: row for row in apart["on_xla"].result()}
     keys = ["xla_step", "trace", "trace_alone", "compile"]
     assert list(found) == [*keys, "epoch", "epoch_cold"]
     assert found["epoch"].checked == "3 and 3 steps"
@@ -95,9 +112,8 @@ def test_convolutions_are_all_of_the_network_s():
     assert convolutions.time_of((2, 1, 3, 8), 1, "XLA") > 0
 
 
-def test_the_tpu_s_compiler_counts_both_ways(small, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    [row] = measure.alone(rows.tpu_bytes, small)
+def test_the_tpu_s_compiler_counts_both_ways(apart):
+    [row] = apart["tpu_bytes"].result()
     assert row.official[0] > row.ours[0] > 0
 
 

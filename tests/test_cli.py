@@ -386,30 +386,44 @@ def no_xla(tmp_path_factory):
     return keep | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
 
 
-def run_without_xla(environment, *arguments):
-    """-S: the usual site-packages, where torch_xla is, are not looked at."""
-    command = [sys.executable, "-S", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+def run_without_xla(environment, *commands):
+    """Run commands side by side; for each its exit code and what it printed.
+
+    -S: the usual site-packages, where torch_xla is, are not looked at.
+    """
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    started = [
+        subprocess.Popen([sys.executable, "-S", *command], env=environment, **pipes)
+        for command in commands
+    ]
+    said = [process.communicate(timeout=300) for process in started]
+    return [
+        subprocess.CompletedProcess(process.args, process.returncode, *texts)
+        for process, texts in zip(started, said)
+    ]
 
 
 def test_without_torch_xla_everything_but_the_tpu_works(data, no_xla):
-    hidden = run_without_xla(no_xla, "-c", "import torch_xla")
+    train = ["--dataset-dir", "data", *SMALL, "--epochs", "1", "--save-dir", "run"]
+    hidden, trained = run_without_xla(
+        no_xla, ["-c", "import torch_xla"], [str(ROOT / "main_tpu.py"), *train]
+    )
     assert "No module named 'torch_xla'" in hidden.stderr
+    assert trained.returncode == 0, trained.stderr
+    assert "device: c" in trained.stdout  # --device auto: cpu, or cuda where there is one
 
-    flags = ["--dataset-dir", "data", *SMALL, "--epochs", "1", "--save-dir", "run"]
-    done = run_without_xla(no_xla, str(ROOT / "main_tpu.py"), *flags)  # --device auto
-    assert done.returncode == 0, done.stderr
-    assert "device: c" in done.stdout  # cpu, or cuda where there is one
-    flags = ["--weight-path", "run/weight.pkl", "--base-size", "32"]
-    done = run_without_xla(no_xla, "-m", "mshnet", "test", "--dataset-dir", "data", *flags)
-    assert done.returncode == 0, done.stderr
-    done = run_without_xla(no_xla, "-m", "mshnet", "predict", "data/images", *flags)
-    assert done.returncode == 0, done.stderr
-
-    refused = run_without_xla(no_xla, "-m", "mshnet", "train", "--use-tpu", *SMALL)
+    mshnet, weights = ["-m", "mshnet"], ["--weight-path", "run/weight.pkl", "--base-size", "32"]
+    tested, predicted, refused, looked = run_without_xla(
+        no_xla,
+        [*mshnet, "test", "--dataset-dir", "data", *weights],
+        [*mshnet, "predict", "data/images", *weights],
+        [*mshnet, "train", "--use-tpu", *SMALL],
+        [*mshnet, "doctor", "--require", "xla"],
+    )
+    assert tested.returncode == 0, tested.stderr
+    assert predicted.returncode == 0, predicted.stderr
     assert refused.returncode == 2
     assert "torch_xla is not installed" in refused.stderr
-    looked = run_without_xla(no_xla, "-m", "mshnet", "doctor", "--require", "xla")
     assert looked.returncode == 1, looked.stderr
     assert "not usable for --require xla: torch_xla, not installed" in looked.stdout
     assert "training can run on c" in looked.stdout

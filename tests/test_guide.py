@@ -127,33 +127,45 @@ def test_every_python_block_is_python():
 # The scripts
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_trains_as_it_stands(name, tmp_path):
+@pytest.fixture(scope="module")
+def running(tmp_path_factory):
+    """All scripts, started side by side: a process waits much of its time for one core."""
     if not runtime.installed():
         pytest.skip("the scripts train on XLA, and torch_xla exists for Linux only")
-    (tmp_path / name).write_text(script(name))
+    folder = tmp_path_factory.mktemp("scripts")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("CPU_NUM", "XLA_", "TPU_"))}
     kept |= {"PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     kept |= {"XLA_FLAGS": "--xla_backend_optimization_level=0"}  # the same graphs, sooner
-    done = subprocess.run(
-        [sys.executable, name], cwd=tmp_path, env=kept, capture_output=True, text=True, timeout=800
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    started = {}
+    for name in SCRIPTS:
+        (folder / name).write_text(script(name))
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started[name] = subprocess.Popen([sys.executable, name], cwd=folder, env=kept, **pipes)
+    yield folder, started
+    for process in started.values():
+        process.kill()
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_trains_as_it_stands(name, running):
+    folder, started = running
+    printed, errors = started[name].communicate(timeout=800)
+    assert started[name].returncode == 0, errors[-4000:]
 
     counters = r"Counters\(compilations=(\d+), fallbacks=(\d+), host_reads=(\d+)\)"
-    epochs = re.findall(rf"^epoch \d+: loss (\S+), {counters}$", done.stdout, flags=re.M)
+    epochs = re.findall(rf"^epoch \d+: loss (\S+), {counters}$", printed, flags=re.M)
     losses = [float(loss) for loss, *_ in epochs]
-    assert all(map(math.isfinite, losses)), done.stdout
-    assert losses[-1] < losses[1], done.stdout  # from the first epoch of the full phase on
+    assert all(map(math.isfinite, losses)), printed
+    assert losses[-1] < losses[1], printed  # from the first epoch of the full phase on
     counted = [tuple(map(int, numbers)) for _, *numbers in epochs]
-    assert counted == [(1, 0, 1), (1, 0, 1), (0, 0, 1), (0, 0, 1)], done.stdout
+    assert counted == [(1, 0, 1), (1, 0, 1), (0, 0, 1), (0, 0, 1)], printed
     if name == "one_core.py":
-        assert re.search(rf"^IoU \S+, Pd \S+, {counters}$", done.stdout, flags=re.M)[1] == "1"
-        assert "fallbacks=0, host_reads=0)\n" in done.stdout
+        assert re.search(rf"^IoU \S+, Pd \S+, {counters}$", printed, flags=re.M)[1] == "1"
+        assert "fallbacks=0, host_reads=0)\n" in printed
     else:
-        assert "8 cores, 1 images each\n" in done.stdout
+        assert "8 cores, 1 images each\n" in printed
 
-    saved = torch.load(tmp_path / Path(name).with_suffix(".pkl"), weights_only=True)
+    saved = torch.load(folder / Path(name).with_suffix(".pkl"), weights_only=True)
     for key, tensor in saved["state_dict"].items():
         assert tensor.device.type == "cpu" and tensor.isfinite().all(), key
 

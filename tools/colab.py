@@ -284,12 +284,14 @@ def execute(notebook: nbformat.NotebookNode, python: Path, folder: Path, git: di
         (folder / part).mkdir()
     make_home(folder / "home")
     interrupt = Interrupt()
+    begun = []  # a kernel that dies at once does not come to say what it began
     client = NotebookClient(
         notebook,
         km=kernel_manager(python, folder),
         timeout=CELL_SECONDS,
         resources={"metadata": {"path": str(folder / "content")}},
         on_notebook_start=interrupt.listen,
+        on_cell_execute=lambda cell, cell_index: begun.append(cell_index),
     )
     variables = session_variables(python.parent.parent, folder / "home", git)
     with (folder / "kernel.log").open("w") as log:  # what the kernel itself says, not its cells
@@ -297,14 +299,14 @@ def execute(notebook: nbformat.NotebookNode, python: Path, folder: Path, git: di
             # A kernel manager that is given stays alive by default, and its kernel with it.
             client.execute(env=variables, stdout=log, stderr=log, cleanup_kc=True)
         except CellExecutionError:
-            return failing_cell(notebook)
+            return failing_cell(notebook, begun)
         except CellTimeoutError:
-            return f"a cell ran for more than {CELL_SECONDS} s\n{failing_cell(notebook)}"
+            return f"a cell ran for more than {CELL_SECONDS} s\n{failing_cell(notebook, begun)}"
         except (DeadKernelError, asyncio.CancelledError):
             if interrupt.came:
                 raise KeyboardInterrupt from None
             last = _tail((folder / "kernel.log").read_text(), 10)
-            return f"the kernel died\n{failing_cell(notebook)}\n{last}"
+            return f"the kernel died\n{failing_cell(notebook, begun)}\n{last}"
     return None
 
 
@@ -328,13 +330,12 @@ class Interrupt:
 # --- reading an executed notebook -----------------------------------------------------------
 
 
-def failing_cell(notebook: nbformat.NotebookNode) -> str:
-    """The last cell that was begun: its source, and the end of what it said."""
-    begun = [cell for cell in notebook.cells if "iopub.status.busy" in _times(cell)]
+def failing_cell(notebook: nbformat.NotebookNode, begun: list[int]) -> str:
+    """The last of the cells that were begun: its source, and the end of what it said."""
     if not begun:
         return "no cell was begun"
-    cell = begun[-1]
-    number = f"{notebook.cells.index(cell) + 1} of {len(notebook.cells)}"
+    cell = notebook.cells[begun[-1]]
+    number = f"{begun[-1] + 1} of {len(notebook.cells)}"
     said = _tail(streams([cell]), 8)
     errors = [output for output in cell.get("outputs", ()) if output.output_type == "error"]
     trace = _tail("\n".join("\n".join(error.traceback) for error in errors), 14)

@@ -194,7 +194,8 @@ class CpuBackend(Backend):
 
     def __init__(self, precision: str = "fp32"):
         keep_freed_memory()
-        label = f"cpu: {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+        threads = torch.get_num_threads()
+        label = f"cpu: {os.cpu_count()} cores, {threads} thread{'s' if threads > 1 else ''}"
         super().__init__(torch.device("cpu"), label, precision)
 
 

@@ -108,6 +108,7 @@ def trace(step: Callable, inputs: tuple | list = ()) -> Program:
         result = step(*inputs)
         # Whoever keeps a result keeps what autograd saved for it, too; the values alone do not.
         result = tree_map_only(Tensor, Tensor.detach, result)
+    runtime.wait()  # a program is counted when it has run
     if _executions() > executed:
         raise StepIsCut(
             "the step ran a part of itself: it calls torch_xla.sync(), prints a tensor, or has an "
@@ -149,7 +150,7 @@ def _reads(function: Callable, args: tuple, kwargs: dict) -> bool:
 
 
 def _executions() -> int:
-    """Programs that this process has started on its XLA device."""
+    """Programs that have run on this process's XLA device."""
     import torch_xla.debug.metrics as met
 
     names = [name for name in met.counter_names() if name.startswith("Execute")]

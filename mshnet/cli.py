@@ -34,13 +34,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The installed command ``mshnet``; returns the exit code."""
     argv = sys.argv[1:] if argv is None else list(argv)
     if argv[:1] == ["bench"]:  # has its own flags, beside its code
-        return _run(_Bench(prog="mshnet bench"), argv[1:])
-    return _run(_parser(), argv)
+        return run(_Bench(prog="mshnet bench"), argv[1:])
+    return run(_parser(), argv)
 
 
 def main_tpu(argv: Sequence[str] | None = None) -> int:
     """``python main_tpu.py``: train, or test with ``--mode test``; returns the exit code."""
-    parser = _Parser(
+    parser = Parser(
         prog="main_tpu.py",
         description="Train or test MSHNet, an infrared small-target detector.",
         epilog=_EXAMPLES,
@@ -52,7 +52,7 @@ def main_tpu(argv: Sequence[str] | None = None) -> int:
     _add_train_flags(parser)
     _add_json(parser, "print the result as one JSON object on standard output")
     parser.set_defaults(command=_train_or_test)
-    return _run(parser, argv)
+    return run(parser, argv)
 
 
 _EXAMPLES = """\
@@ -75,7 +75,7 @@ exit codes: 0 done, 1 failed while running, 2 the request was wrong, 130 and 143
 and SIGTERM after saving."""
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """An argument error is one line, like every other wrong request; no flag is abbreviated."""
 
     def __init__(self, **kwargs):
@@ -85,7 +85,7 @@ class _Parser(argparse.ArgumentParser):
         raise RequestError(f"{message} (`{self.prog} --help` lists the flags)")
 
 
-class _Bench(_Parser):
+class _Bench(Parser):
     """Leaves the flags of ``mshnet bench`` to benchmarks/bench.py, which only a checkout has."""
 
     def parse_args(self, argv: Sequence[str]) -> argparse.Namespace:
@@ -102,9 +102,9 @@ class _Bench(_Parser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="mshnet", description="Train, test and use MSHNet on TPU, CUDA and CPU.")
+    parser = Parser(prog="mshnet", description="Train, test and use MSHNet on TPU, CUDA and CPU.")
     parser.add_argument("--version", action="version", version=f"mshnet {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
 
     def command(name: str, function: Callable, summary: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(
@@ -358,7 +358,13 @@ def _add(
     )
 
 
-def _run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
+def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
+    """Run the command that the arguments name; the exit code, and one line for what went wrong.
+
+    Args:
+        parser: its commands set ``command``, a function of the parsed arguments.
+        argv: the arguments; None for the process's own.
+    """
     try:
         args = parser.parse_args(argv)
         return args.command(args)

@@ -1,14 +1,82 @@
-"""What the lessons share: checks of their exercises, and pictures of what to click."""
+"""What the lessons share: set-up beyond the package, checks of exercises, pictures of clicks."""
 
+import subprocess
+import sys
+import tempfile
 import textwrap
 from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
 from types import TracebackType
 
 from matplotlib.patches import Circle, FancyBboxPatch
+from packaging.requirements import Requirement
 
 from .plots import Picture
 
 CHOSEN, PAPER, INK, LINE = "#ff9f0a", "#f2f2f7", "#1c1c1e", "#c7c7cc"
+
+# Bound to each other by C++ interfaces, or to the TPU: an installation leaves them as they are.
+KEPT = ("torch", "torch_xla", "torchvision", "libtpu", "numpy", "jax", "jaxlib")
+
+
+def checkout() -> Path:
+    """The project's folder, which holds ``labs/`` and ``benchmarks/`` beside the package.
+
+    In a clone this is the clone. Where the package alone was installed (Colab, Kaggle), the
+    repository is cloned into ``clone`` in the working folder, once.
+
+    Raises:
+        RuntimeError: git failed; the message is its last line.
+    """
+    here = Path(__file__).resolve().parent.parent
+    if (here / "pyproject.toml").exists():
+        return here
+    clone = Path("clone").resolve()
+    if not clone.is_dir():
+        urls = dict(url.split(", ") for url in metadata.metadata("mshnet").get_all("Project-URL"))
+        _run("git", "clone", "-q", "--depth", "1", urls["Repository"], str(clone))
+    return clone
+
+
+def install(*requirements: str) -> None:
+    """Install what a lab needs beyond the runtime's image; what is there already is left alone.
+
+    Args:
+        requirements: as pip takes them, e.g. ``"torchax==0.0.13"``.
+
+    Raises:
+        RuntimeError: pip failed, for example because a requirement wants another torch than the
+            runtime's; the message is pip's last line.
+    """
+    missing = [text for text in requirements if not _installed(Requirement(text))]
+    if not missing:
+        return
+    print(f"Installing {', '.join(missing)}", flush=True)
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as pins:
+        pins.writelines(f"{name}=={version}\n" for name in KEPT if (version := _version(name)))
+        pins.flush()
+        pip = (sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check")
+        _run(*pip, "--constraint", pins.name, *missing)
+
+
+def _installed(requirement: Requirement) -> bool:
+    version = _version(requirement.name)
+    return version is not None and requirement.specifier.contains(version, prereleases=True)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise RuntimeError(f"{' '.join(command[:4])} … failed: {lines[-1]}")
 
 
 class NotYet(Exception):

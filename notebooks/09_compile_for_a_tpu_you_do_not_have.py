@@ -421,4 +421,5 @@ print(f"SGD {sgd / 2**20:.2f} MiB, Adam {adam / 2**20:.2f} MiB: {more_bytes:,} b
 #
 # **Next:** that was the course. Train on data of your own (lesson 03 brings them, lesson 06 keeps the
 # run), or port a model of your own with
-# [GUIDE.md]({{repository}}/blob/main/GUIDE.md#from-a-gpu-to-xla) beside you.
+# [GUIDE.md]({{repository}}/blob/main/GUIDE.md#from-a-gpu-to-xla) beside you. The labs take the same
+# tools to other programs: lab 10, image processing with torchax.

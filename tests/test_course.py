@@ -1,8 +1,67 @@
-"""What the lessons' exercises are checked with, and the pictures of what to click."""
+"""What lessons install, their exercises are checked with, and the pictures of what to click."""
+
+import subprocess
+import tomllib
+from pathlib import Path
 
 import pytest
 
+from mshnet import course
 from mshnet.course import NotYet, checking, clicks, rejects
+from mshnet.xla import runtime
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_what_is_there_is_not_installed_again(monkeypatch):
+    monkeypatch.setattr(course, "_run", lambda *command: pytest.fail(f"ran {command}"))
+    course.install("numpy>=2", "torch", "scikit_image>=0.25")
+
+
+def test_an_installation_leaves_torch_and_its_partners_as_they_are(monkeypatch):
+    commands, pins = [], []
+
+    def run(*command):
+        commands.append(command)
+        pins.extend(Path(command[command.index("--constraint") + 1]).read_text().splitlines())
+
+    monkeypatch.setattr(course, "_run", run)
+    course.install("numpy", "no-such-package==1.0", "tqdm<1")
+    assert commands[0][-2:] == ("no-such-package==1.0", "tqdm<1")
+    kept = ["torch", "numpy", *(["torch_xla"] if runtime.installed() else [])]
+    assert {pin.split("==")[0] for pin in pins} >= set(kept)
+
+
+def test_a_failed_installation_is_one_line_of_pip_s(monkeypatch):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(RuntimeError, match=r"pip install … failed: .*no-such-package") as error:
+        course.install("no-such-package==1.0")
+    assert "\n" not in str(error.value)
+
+
+def test_a_clone_is_its_own_checkout():
+    assert course.checkout() == ROOT
+
+
+def test_where_the_package_alone_is_installed_the_repository_is_cloned_once(tmp_path, monkeypatch):
+    origin = tmp_path / "origin"
+    subprocess.run(["git", "init", "-q", origin], check=True)
+    (origin / "a file").touch()
+    subprocess.run(["git", "-C", origin, "add", "."], check=True)
+    author = ["-c", "user.name=nobody", "-c", "user.email=nobody@localhost"]
+    subprocess.run(["git", "-C", origin, *author, "commit", "-q", "-m", "all"], check=True)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for name, value in (
+        ("COUNT", "1"),
+        ("KEY_0", f"url.{origin.as_uri()}.insteadOf"),
+        ("VALUE_0", project["urls"]["Repository"]),
+    ):
+        monkeypatch.setenv(f"GIT_CONFIG_{name}", value)
+    monkeypatch.setattr(course, "__file__", str(tmp_path / "site-packages/mshnet/course.py"))
+    monkeypatch.chdir(tmp_path)
+    assert (course.checkout() / "a file").exists()
+    monkeypatch.setattr(course, "_run", lambda *command: pytest.fail(f"ran {command}"))
+    assert course.checkout() == tmp_path / "clone"
 
 
 def test_a_right_answer_is_praised(capsys):

@@ -128,9 +128,10 @@ def with_table(readme: str) -> str:
     return f"{head}<!-- lessons -->\n{lesson_table()}\n<!-- end of lessons -->{tail}"
 
 
-def sources() -> list[Path]:
-    """The lessons' sources, in order."""
-    return sorted(FOLDER.glob("[0-9][0-9]_*.py"))
+def sources(only: str = "") -> list[Path]:
+    """The sources of all notebooks in order, or ``only`` of the "lessons" or the "labs"."""
+    pattern = {"": "[0-9][0-9]_*.py", "lessons": "0[0-9]_*.py", "labs": "[1-9][0-9]_*.py"}[only]
+    return sorted(FOLDER.glob(pattern))
 
 
 def _has(cell: NotebookNode, tag: str) -> bool:
@@ -226,9 +227,9 @@ def _check() -> int:
     return wrong
 
 
-def _write(chosen: list[str], build_only: bool) -> None:
-    """Write all notebooks and the table; run the lessons that changed, or the chosen ones."""
-    for source in sources():
+def _write(chosen: list[str], build_only: bool, only: str) -> None:
+    """Write the notebooks and the table; run those whose code changed, or the chosen ones."""
+    for source in sources(only):
         wanted = source.stem[:2] in chosen or (not chosen and is_stale(source))
         if wanted and not build_only:
             print(f"{source.stem}: running", flush=True)
@@ -250,12 +251,14 @@ def main() -> int:
     parser.add_argument("--solved", type=Path, metavar="FOLDER", help="write the solved notebooks")
     warnings_help = "exit code 1 if notebooks that ran there show a warning of this project's code"
     parser.add_argument("--warnings", type=Path, metavar="FOLDER", help=warnings_help)
+    only_help = "leave the other notebooks alone: each kind runs in its own environment"
+    parser.add_argument("--only", choices=("lessons", "labs"), default="", help=only_help)
     args = parser.parse_args()
     if args.check:
         return 1 if _check() else 0
     if args.solved:
         args.solved.mkdir(parents=True, exist_ok=True)
-        for source in sources():
+        for source in sources(args.only):
             (args.solved / f"{source.stem}.ipynb").write_text(text_of(build(source, solved=True)))
         return 0
     if args.warnings:
@@ -266,7 +269,7 @@ def main() -> int:
         ]
         print(*found, sep="\n", end="\n" if found else "")
         return 1 if found else 0
-    _write(args.run or [], args.build_only)
+    _write(args.run or [], args.build_only, args.only)
     return 0
 
 

@@ -12,7 +12,8 @@ LINES = 60  # of a text output that are kept; the head and the tail
 IMAGE = 60_000  # bytes of a picture above which it is made smaller
 WIDTH = 900  # pixels
 OWN_WARNING = re.compile(
-    r"[^\r\n]*(?:\b(?:mshnet|benchmarks)/\S+\.py|/ipykernel_\d+/\S+):\d+: \w*Warning: [^\r\n]*"
+    r"[^\r\n]*(?:\b(?:mshnet|benchmarks|labs)/(?!\S*site-packages/)\S+\.py|/ipykernel_\d+/\S+)"
+    r":\d+: \w*Warning: [^\r\n]*"
 )
 
 
@@ -77,7 +78,7 @@ def _as_a_terminal(text: str) -> str:
 def _private(text: str, folders: list[str]) -> str:
     for folder in folders:
         text = text.replace(f"{folder}/", "").replace(folder, ".")
-    return re.sub(r"\.venv/lib/python3\.\d+/site-packages/", "…/site-packages/", text)
+    return re.sub(r"\.venv[\w-]*/lib/python3\.\d+/site-packages/", "…/site-packages/", text)
 
 
 def _short(text: str) -> str:

@@ -1,7 +1,8 @@
 """Progress bars for long work: shown to people, silent in logs."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from tqdm import tqdm
@@ -16,6 +17,17 @@ def hide_progress() -> None:
     """No bars in this process any more: another one shows them."""
     global _hidden
     _hidden = True
+
+
+@contextmanager
+def without_progress() -> Iterator[None]:
+    """No bars in this block: one around it shows how far things are."""
+    global _hidden
+    before, _hidden = _hidden, True
+    try:
+        yield
+    finally:
+        _hidden = before
 
 
 def someone_watches() -> bool:

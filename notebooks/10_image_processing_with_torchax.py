@@ -59,6 +59,8 @@ SMALL = not TPU  # fewer and smaller images where the CPU does the work
 
 os.environ["JAX_PLATFORMS"] = "tpu,cpu" if TPU else "cpu"  # all of these before jax is imported
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"  # virtual cores, for the mesh below
+# flax imports TensorFlow where it is installed, and that has much to say.
+os.environ.update(TF_CPP_MIN_LOG_LEVEL="3", TF_ENABLE_ONEDNN_OPTS="0")
 
 SIZE = 128 if SMALL else 256  # side of the frames, pixels
 COUNT = 8 if SMALL else 32
@@ -379,7 +381,8 @@ def elsewhere(script):
     """A process that runs a script on the CPU: its exit code, and what it prints."""
     done = subprocess.run(
         [sys.executable, "-c", script],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},  # this notebook has the TPU
+        # This notebook has the TPU; and plain text is searched below.
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHON_COLORS": "0"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -24,8 +24,9 @@
 # ## Setup
 #
 # torch, torch_xla, jax and numpy stay as the runtime has them. The second cell installs what Colab's
-# image lacks: **torchax**, which runs PyTorch on JAX; **flax**, which torchax imports without saying
-# so; **torchvision** (Colab has it) and **OpenCV**, to compare with.
+# image lacks: **torchax**, which runs PyTorch on JAX, and **OpenCV**, to compare with; **torchvision**
+# is there. A trap: the package of torch_xla 2.9.0 holds a torchax of its own, 0.0.6, and whichever is
+# installed later lies on top. So look at `torchax.__version__`, not at what pip says.
 
 # %%
 import importlib.util
@@ -40,9 +41,7 @@ if importlib.util.find_spec("mshnet") is None:  # a fresh Colab or Kaggle sessio
 # %%
 from mshnet.course import checkout, install
 
-install(
-    "torchax==0.0.13", "flax==0.12.0", "torchvision==0.24.0", "opencv-python-headless==5.0.0.93"
-)
+install("torchax==0.0.13", "torchvision==0.24.0", "opencv-python-headless==5.0.0.93")
 sys.path.insert(0, str(checkout()))
 
 # %% [markdown]
@@ -59,8 +58,6 @@ SMALL = not TPU  # fewer and smaller images where the CPU does the work
 
 os.environ["JAX_PLATFORMS"] = "tpu,cpu" if TPU else "cpu"  # all of these before jax is imported
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"  # virtual cores, for the mesh below
-# flax imports TensorFlow where it is installed, and that has much to say.
-os.environ.update(TF_CPP_MIN_LOG_LEVEL="3", TF_ENABLE_ONEDNN_OPTS="0")
 
 SIZE = 128 if SMALL else 256  # side of the frames, pixels
 COUNT = 8 if SMALL else 32
@@ -80,7 +77,10 @@ warnings.filterwarnings("ignore", message="Explicitly requested dtype")
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 # A TPU multiplies float32 matrices in bfloat16 passes unless told otherwise.
 jax.config.update("jax_default_matmul_precision", "highest")
+print("torchax", torchax.__version__)
 print(jax.devices()[0].platform.upper(), "and", len(jax.devices("cpu")), "virtual CPU cores")
+
+assert torchax.__version__ == "0.0.13"
 
 # %% [markdown]
 # ## A box from a mask
@@ -190,7 +190,7 @@ for antialias in (True, False):
 from labs.image_processing import on_jax
 from labs.image_processing.images import gaussian_blur, process
 
-env = on_jax.environment()  # torchax.default_env(), with three operations mended; see below
+env = on_jax.environment()  # torchax.default_env(), with two operations mended; see below
 
 torchax.enable_globally()
 on_device = images.to("jax")
@@ -412,36 +412,29 @@ print(type(decoded).__name__, decoded.dtype, tuple(decoded.shape))
 assert np.array_equal(decoded.numpy(), images[0, 0].numpy())
 
 # %% [markdown]
-# Training finds three more, which `on_jax.environment()` mends by registering functions of ours:
+# Training finds two more, which `on_jax.environment()` mends by registering functions of ours:
 #
 # | operation | in torchax 0.0.13 | ours |
 # |---|---|---|
-# | `F.max_pool2d` | no gradient: it computes indices too, and JAX cannot differentiate that | `reduce_window` of JAX |
 # | `F.batch_norm` | trains, but never updates the running statistics, without a word | written out in PyTorch |
 # | `amax` | where the compiler computes its input twice, the gradient may be 0/0 | the place of the maximum |
 #
-# The first two, as they come:
+# The first, as it comes:
 
 # %%
 PLAIN = """
-import jax, torch, torchax
-from torch.nn import functional as F
-from torchax.interop import jax_view
+import torch, torchax
 
-pooled = jax_view(lambda x: F.max_pool2d(x, 2).sum())
-x = jax.numpy.ones((1, 1, 4, 4))
-print(pooled(x))
 norm = torch.nn.BatchNorm2d(1)
 with torchax.default_env():
     norm.to("jax")(torch.rand(8, 1, 4, 4).to("jax") + 100)
     print("running mean after a batch around 100.5:", norm.running_mean.tolist())
-jax.grad(pooled)(x)
 """
 _, said = elsewhere(PLAIN)
-shown = [line[:90] for line in said.splitlines() if line.startswith(("running", "ValueError"))]
-print(*shown, sep="\n")
+[shown] = [line for line in said.splitlines() if line.startswith("running")]
+print(shown)
 
-assert "100.5: [0.0]" in shown[0] and shown[1].startswith("ValueError")
+assert shown.endswith(" [0.0]")
 
 # %% [markdown]
 # ## MSHNet under torchax
@@ -602,8 +595,8 @@ print(tuple(mirrored.shape))
 # * On 0 to 255, float32 differs from OpenCV by about a hundredth of a grey level at most; bfloat16 by
 #   half of one for the result, and more if it computes in bfloat16 as well.
 # * The first call traces and compiles, later ones run; a batch laid over a mesh gives the same numbers.
-# * torchax cannot decode files, cannot differentiate `max_pool2d`, and forgets batch norm's
-#   statistics: decode by PIL, and register functions of your own.
+# * torchax cannot decode files, and forgets batch norm's statistics: decode by PIL, and register
+#   functions of your own.
 # * A training step is a function of its state; exported, it compiles for `v5e:2x4` without a TPU.
 #
 # **Next:** lab 11, super-resolution.

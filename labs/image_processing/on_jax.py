@@ -26,30 +26,16 @@ WARM_EPOCH, EPOCH = 5, 9  # of the loss: the phase after the warm-up
 
 @functools.cache
 def environment() -> Any:
-    """torchax's environment, with three operations of torchax 0.0.13 replaced for training.
+    """torchax's environment, with two operations of torchax 0.0.13 replaced for training.
 
-    * ``F.max_pool2d`` has no gradient there under ``jax.grad`` (google/torchax#32).
     * ``F.batch_norm`` leaves the running statistics as they were, without a word.
     * ``Tensor.amax``: see :func:`_amax`.
     """
-    register_torch_function_op(F.max_pool2d, _max_pool2d)
     register_torch_function_op(F.batch_norm, _batch_norm, is_jax_function=False)
     register_torch_function_op(Tensor.amax, _amax)
     env = torchax.default_env()
     env.load_ops()  # again, where somebody has made the environment before
     return env
-
-
-def _max_pool2d(x: jax.Array, kernel_size: int, stride: int | None = None, **_: Any) -> jax.Array:
-    """(B, C, H, W) → (B, C, H/k, W/k).
-
-    Raises:
-        ValueError: the windows are not side by side.
-    """
-    if stride not in (None, kernel_size):
-        raise ValueError(f"max_pool2d with stride {stride}: only {kernel_size}, the window's side")
-    window = (1, 1, kernel_size, kernel_size)
-    return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, window, window, "VALID")
 
 
 def _amax(x: jax.Array, dim: Sequence[int] | int, keepdim: bool = False) -> jax.Array:

@@ -1,6 +1,7 @@
 """Lab 10: the functions against PyTorch, torchvision and OpenCV; the same on XLA by both ways."""
 
 import copy
+import importlib.metadata
 
 import cv2
 import jax
@@ -114,7 +115,8 @@ def test_a_box_that_cannot_be_is_refused_with_the_value(mask, options, message):
     left=st.integers(0, 20),
     height=st.integers(1, 20),
     width=st.integers(1, 20),
-    size=st.tuples(st.integers(1, 30), st.integers(1, 30)),
+    # Width 1 is left out: there PyTorch 2.9's antialias gives the first row in all of the rows.
+    size=st.tuples(st.integers(1, 30), st.integers(2, 30)),
     antialias=st.booleans(),
 )
 def test_a_box_as_data_gives_what_slicing_and_interpolating_give(
@@ -185,6 +187,10 @@ def test_an_image_of_grey_levels_loses_nothing_and_every_further_rounding_loses_
 # --- torchax ---
 
 
+def test_torchax_is_the_one_that_was_installed_and_not_the_one_in_torch_xlas_package():
+    assert torchax.__version__ == importlib.metadata.version("torchax")
+
+
 @pytest.fixture(scope="module")
 def scenes():
     return frames(4, size=64)
@@ -245,11 +251,6 @@ def test_a_program_of_torchax_compiles_for_eight_cores_of_a_tpu():
 def test_a_batch_that_does_not_divide_over_the_cores_is_refused():
     with pytest.raises(ValueError, match=r"batch of 12 .* 8 cores; take 16"):
         on_jax.stablehlo(lambda state, x: x, 8, np.float32(1), np.zeros((12, 1, 32, 32)))
-
-
-def test_pooling_other_than_side_by_side_is_refused():
-    with on_jax.environment(), pytest.raises(ValueError, match="stride 1"):
-        F.max_pool2d(torch.zeros(1, 1, 8, 8).to("jax"), 2, stride=1)
 
 
 # --- torch_xla, in its own process ---

@@ -90,8 +90,8 @@ def _operation(name: str, function: Callable[[Tensor], Tensor], backend: Backend
     try:
         here = _forward_and_gradient(function, values.clone())
         there = _forward_and_gradient(function, backend.put(values))
-    except (RuntimeError, NotImplementedError) as error:
-        return Row(name, False, str(error).splitlines()[0])
+    except RuntimeError as error:  # a device without this operation: what the check is to tell
+        return Row(name, False, (str(error).splitlines() or ["no message"])[0])
     error = max(
         float((a - b).abs().max() / b.abs().max().clamp(min=1e-6))
         for a, b in zip(there, here, strict=True)

@@ -13,8 +13,7 @@ from mshnet.plots import Picture
 from mshnet.xla.layers import LayerReport, columns
 from mshnet.xla.report import Report, watch
 
-from .decoder import PAD
-from .ways import Way, generate, positions
+from .ways import Way, forward, generate
 
 COLOURS = {"growing": "#ff453a", "padded": "#ff9f0a", "static": "#0a84ff"}
 
@@ -104,14 +103,7 @@ def hidden_states(model: PreTrainedModel, ids: Tensor) -> dict[str, Tensor]:
         ids: left-padded, int64 (B, W), on the host.
     """
     ids = ids.to(model.device)
-    mask = ids != PAD
-    output = model(
-        input_ids=ids,
-        attention_mask=mask,
-        position_ids=positions(mask),
-        use_cache=False,
-        output_hidden_states=True,
-    )
+    output = forward(model, ids, output_hidden_states=True)
     if ids.device.type == "xla":
         torch_xla.sync()
     states = output.hidden_states  # the last one is that of the last block, normalised

@@ -13,6 +13,7 @@ import torch_xla
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel, StaticCache
+from transformers.modeling_outputs import CausalLMOutputWithPast as CausalLMOutput
 
 from mshnet.errors import RequestError
 from mshnet.xla.replay import Replay
@@ -270,16 +271,20 @@ def choose(logits: Tensor, temperature: Tensor | None = None) -> Tensor:
     return torch.multinomial(torch.softmax(logits / temperature, -1), 1, replacement=True)
 
 
-def _last_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
+def forward(model: PreTrainedModel, ids: Tensor, **options: bool | int) -> CausalLMOutput:
+    """One pass over left-padded text, int64 (B, W) on the model's device, without a cache."""
     mask = ids != PAD
-    output = model(
+    return model(
         input_ids=ids,
         attention_mask=mask,
         position_ids=positions(mask),
         use_cache=False,
-        logits_to_keep=1,
+        **options,
     )
-    return output.logits[:, -1]
+
+
+def _last_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    return forward(model, ids, logits_to_keep=1).logits[:, -1]
 
 
 def _up(number: int, multiple: int) -> int:

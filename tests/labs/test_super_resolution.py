@@ -197,7 +197,7 @@ def test_a_gan_step_is_the_discriminators_step_and_then_the_generators():
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
-needs_xla = pytest.mark.skipif(not runtime.installed(), reason="torch_xla is not installed")
+needs_xla = pytest.mark.skipif(not runtime.installed(), reason="torch_xla exists for Linux only")
 
 
 @needs_xla

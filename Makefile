@@ -86,7 +86,7 @@ $(LABS)/.labs: $(BIN)/uv pyproject.toml constraints/colab-tpu.txt
 	"$(PYTHON)" -m venv --clear $(LABS)
 	$(BIN)/uv pip install --quiet --python $(LABS)/bin/python --constraint constraints/colab-tpu.txt --editable '.[labs]'
 	# torch_xla's package holds an older torchax: the later installation lies on top.
-	$(BIN)/uv pip install --quiet --python $(LABS)/bin/python --no-deps --reinstall-package torchax torchax==0.0.13
+	$(BIN)/uv pip install --quiet --python $(LABS)/bin/python --constraint constraints/colab-tpu.txt --reinstall-package torchax --editable '.[labs]'
 	@touch $@
 
 $(VENV)/.lab: $(BIN)/uv pyproject.toml constraints/colab-tpu.txt

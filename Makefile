@@ -28,7 +28,7 @@ demo: $(VENV)/.base
 	@echo
 	@echo "Next: open examples.png and curves.png in that folder, then notebooks/01_choose_a_runtime.ipynb"
 
-lessons: $(VENV)/.lab
+lessons: $(VENV)/.jupyter
 	$(BIN)/jupyter lab notebooks/01_choose_a_runtime.ipynb
 
 test: $(VENV)/.test
@@ -89,8 +89,8 @@ $(LABS)/.labs: $(BIN)/uv pyproject.toml constraints/colab-tpu.txt
 	$(BIN)/uv pip install --quiet --python $(LABS)/bin/python --constraint constraints/colab-tpu.txt --reinstall-package torchax --editable '.[labs]'
 	@touch $@
 
-$(VENV)/.lab: $(BIN)/uv pyproject.toml constraints/colab-tpu.txt
-	$(INSTALL) --editable '.[lab]'
+$(VENV)/.jupyter: $(BIN)/uv pyproject.toml constraints/colab-tpu.txt
+	$(INSTALL) --editable '.[jupyter]'
 	@touch $@
 
 # Only the tool's packages: the site is built without PyTorch.

@@ -13,7 +13,7 @@ on the CPU, and tpu_bytes is the TPU compiler's account.
     mshnet bench                                    all rows, on built-in scenes
     mshnet bench --dataset-dir datasets/SIRST       the same on real images
     mshnet bench --only loader evaluation_cpu
-    mshnet bench --growth figures                   how cost grows, as figures in a folder
+    mshnet bench --scaling-curves figures                   how cost grows, as figures in a folder
     mshnet bench --device cuda                      the training step on this machine's GPU
 """
 
@@ -25,11 +25,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import growth
+import cases
 import measure
-import rows
+import reference
+import scaling_curves
 import torch
-import ways
 
 from mshnet import RequestError
 from mshnet.data import source
@@ -49,30 +49,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"mshnet bench: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     about = measure.machine()
-    say = sys.stderr if args.json else sys.stdout
-    print(_head(about, settings), file=say, flush=True)
+    log = sys.stderr if args.json else sys.stdout
+    print(_head(about, settings), file=log, flush=True)
     if about["load"] > 0.5 * about["cores"]:
-        print(f"this machine is busy (load {about['load']}): expect a wide spread", file=say)
-    if args.growth:
-        for path in growth.draw(settings, Path(args.growth), lambda text: print(text, file=say)):
-            print(path, file=say)
+        print(f"this machine is busy (load {about['load']}): expect a wide spread", file=log)
+    if args.scaling_curves:
+        for path in scaling_curves.draw(
+            settings, Path(args.scaling_curves), lambda text: print(text, file=log)
+        ):
+            print(path, file=log)
         return 0
     found, failed = [], []
     for name in chosen:
         start = time.perf_counter()
         try:
-            made = measure.alone(rows.ROWS[name], settings)
+            made = measure.alone(cases.ROWS[name], settings)
         except Exception as error:
             failed.append(name)
             print(f"{name}: failed: {error}", file=sys.stderr, flush=True)
             continue
         found += made
-        print(*map(line, made), sep="\n", file=say, flush=True)
-        print(f"{'':16}{name} took {time.perf_counter() - start:.0f} s", file=say, flush=True)
+        print(*map(line, made), sep="\n", file=log, flush=True)
+        print(f"{'':16}{name} took {time.perf_counter() - start:.0f} s", file=log, flush=True)
     unmeasured = [] if torch.cuda.is_available() else list(ON_GPU)
-    print(f"\n{markdown(found)}", file=say)
+    print(f"\n{markdown(found)}", file=log)
     if unmeasured:
-        print(f"not measured, because this machine has no GPU: {', '.join(unmeasured)}", file=say)
+        print(f"not measured, because this machine has no GPU: {', '.join(unmeasured)}", file=log)
     print(json.dumps(as_dict(found, about, settings, unmeasured, failed)))
     return 1 if failed else 0
 
@@ -91,9 +93,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--dataset-dir", metavar="NAME", help="default: built-in scenes")
     parser.add_argument(
-        "--only", nargs="+", metavar="ROW", help=f"of {', '.join(rows.ROWS)}; default: all"
+        "--only", nargs="+", metavar="ROW", help=f"of {', '.join(cases.ROWS)}; default: all"
     )
-    defaults = rows.Settings("")
+    defaults = cases.Settings("")
     for name, text in (
         ("size", "side of the images, pixels"),
         ("batch_size", "images a step"),
@@ -128,13 +130,15 @@ def _parser() -> argparse.ArgumentParser:
         "--official", metavar="PATH", help="a checkout of the official code to compare with"
     )
     parser.add_argument(
-        "--growth", metavar="FOLDER", help="measure how cost grows instead, and draw it there"
+        "--scaling-curves",
+        metavar="FOLDER",
+        help="measure how cost grows instead, and draw it there",
     )
     parser.add_argument("--json", action="store_true", help="only the JSON line on standard output")
     return parser
 
 
-def _settings(args: argparse.Namespace) -> rows.Settings:
+def _settings(args: argparse.Namespace) -> cases.Settings:
     """Refuse what cannot work before anything is measured."""
     for name in ("size", "epoch_size"):
         Config(base_size=getattr(args, name))  # a multiple of 16
@@ -143,7 +147,7 @@ def _settings(args: argparse.Namespace) -> rows.Settings:
             flag = "--" + name.replace("_", "-")
             raise RequestError(f"{flag} {getattr(args, name)}: must be at least 1")
     if args.official:
-        ways.require_checkout(args.official)
+        reference.require_checkout(args.official)
     folder = args.dataset_dir or str(source.built_in_scenes(args.size))
     count = {split: len(DataFolder(folder).samples(split)) for split in ("train", "test")}
     if min(count["train"], args.images) < args.batch_size:
@@ -152,7 +156,7 @@ def _settings(args: argparse.Namespace) -> rows.Settings:
             "training images; take a smaller one"
         )
     names = ("size", "batch_size", "rounds", "epoch_size", "images")
-    return rows.Settings(
+    return cases.Settings(
         folder=str(Path(folder).resolve()),
         checkout=args.official,
         widths=tuple(args.widths),
@@ -164,10 +168,10 @@ def _settings(args: argparse.Namespace) -> rows.Settings:
 def _chosen(args: argparse.Namespace) -> list[str]:
     """Names of rows."""
     on_gpu = args.device == "cuda"
-    chosen = args.only or [name for name in rows.ROWS if (name in ON_GPU) == on_gpu]
-    unknown = [name for name in chosen if name not in rows.ROWS]
+    chosen = args.only or [name for name in cases.ROWS if (name in ON_GPU) == on_gpu]
+    unknown = [name for name in chosen if name not in cases.ROWS]
     if unknown:
-        raise RequestError(f"--only {' '.join(unknown)}: choose of {', '.join(rows.ROWS)}")
+        raise RequestError(f"--only {' '.join(unknown)}: choose of {', '.join(cases.ROWS)}")
     if set(chosen) & set(ON_GPU) and not torch.cuda.is_available():
         raise RequestError(
             f"{'--device cuda' if on_gpu else '--only ' + ON_GPU[0]}: PyTorch finds no CUDA GPU; "
@@ -209,7 +213,7 @@ def _value(value: float, unit: str) -> str:
 def as_dict(
     found: list[measure.Row],
     about: dict,
-    settings: rows.Settings,
+    settings: cases.Settings,
     unmeasured: list[str],
     failed: list[str],
 ) -> dict[str, Any]:
@@ -225,7 +229,7 @@ def as_dict(
     }
 
 
-def _head(about: dict, settings: rows.Settings) -> str:
+def _head(about: dict, settings: cases.Settings) -> str:
     versions = ", ".join(f"{k} {about[k]}" for k in ("python", "torch", "torch_xla"))
     way = settings.checkout or "benchmarks/official.py"
     return (

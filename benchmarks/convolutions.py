@@ -20,8 +20,8 @@ from measure import seconds
 from torch import Tensor, nn
 
 from mshnet import MSHNet
-from mshnet.progress import progress
-from mshnet.xla import runtime
+from tpuscope.engine import torch_xla as runtime
+from tpuscope.progress import progress
 
 Case = tuple[int, int, int, int]  # input channels, output channels, kernel, side of the map
 
@@ -69,7 +69,7 @@ def time_of(case: Case, batch_size: int, way: str, rounds: int = 3) -> float:
     def work() -> None:
         result = layer(images)
         if way == "XLA":
-            runtime.end_step()
+            runtime.sync()
             runtime.wait()
         del result
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mshnet.progress import hide_progress
+from tpuscope.progress import hide_progress
 
 
 @dataclass
@@ -100,7 +100,7 @@ _AT_WORK: dict[str, Any] = {}  # in a process of Apart
 class Apart:
     """Two ways that take turns in processes of their own.
 
-    What one does to its process (how it keeps memory, say) does nothing to the other.
+    What one does to its process (how it keeps memory, log) does nothing to the other.
 
     Args:
         make: of an importable module; from a way's name to an object with a method of that name,

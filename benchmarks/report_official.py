@@ -23,13 +23,13 @@ from torch.optim import Adagrad
 from torch.utils.data import DataLoader
 
 from mshnet import MSHNet, RequestError, SLSIoULoss
-from mshnet.data.feed import TrainingSet, training_loader
 from mshnet.data.layout import DataFolder
+from mshnet.data.loader import TrainingSet, training_loader
+from mshnet.data.sample_cache import SampleCache
 from mshnet.data.scenes import write_scenes
-from mshnet.data.store import SampleStore
 from mshnet.training import backend as backends
 from mshnet.training.step import DEVIATION, MEAN, Normalize, train_step
-from mshnet.xla.report import Report, watch
+from tpuscope.monitor.watch import Report, watch
 
 WARM_EPOCH = 0  # epoch 0 trains one head with the plain IoU loss, later ones all heads
 
@@ -74,11 +74,11 @@ def reports(
     """
     if size % 16:
         raise RequestError(f"--size {size}: must be a multiple of 16, for example 64")
-    backend = backends.choose("tpu")
+    backend = backends.make_backend("tpu")
     network = {"widths": tuple(widths), "depths": (1, 1, 1, 1, 1)}
     with tempfile.TemporaryDirectory() as folder:
         write_scenes(folder, train=scenes, test=1, size=size, progress=False)
-        data = TrainingSet(SampleStore(DataFolder(folder).samples("train")), size, size, seed=0)
+        data = TrainingSet(SampleCache(DataFolder(folder).samples("train")), size, size, seed=0)
         torch.manual_seed(0)
         official = _official(data, batch_size, backend, OfficialMSHNet(3, **network), epoch)
         torch.manual_seed(0)
@@ -102,23 +102,23 @@ def _official(
             images = (images.expand(-1, 3, -1, -1) / 255 - mean) / deviation
             images, masks = images.to(backend.device), masks.float().to(backend.device)
             official_step(model, optimizer, images, masks, WARM_EPOCH, epoch)
-            backend.end_step()
+            backend.sync()
     return w.report()
 
 
 def _ours(
     data: TrainingSet, batch_size: int, backend: backends.Backend, model: MSHNet, epoch: int
 ) -> Report:
-    optimizer = backend.place(model, lambda m: Adagrad(m.parameters(), lr=0.05), None)
+    optimizer = backend.prepare(model, lambda m: Adagrad(m.parameters(), lr=0.05), None)
     normalize, criterion = Normalize().to(backend.device), SLSIoULoss()
     loader = training_loader(data, batch_size, workers=0)
     with watch() as w:
-        total = backend.put(torch.zeros(1))
-        for batch in backend.feed(loader):
+        total = backend.to_device(torch.zeros(1))
+        for batch in backend.device_batches(loader):
             total = total + train_step(
                 model, normalize, criterion, optimizer, backend, *batch, WARM_EPOCH, epoch
             )
-            backend.end_step()
+            backend.sync()
         total.item()  # the mean loss, once an epoch
     return w.report()
 

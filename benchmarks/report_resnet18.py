@@ -13,8 +13,8 @@ import sys
 import torch
 from torch.nn import functional as F
 
-from mshnet.xla import runtime
-from mshnet.xla.report import Report, watch
+from tpuscope.engine import torch_xla as runtime
+from tpuscope.monitor.watch import Report, watch
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,7 +44,7 @@ def report(size: int, batch_size: int, steps: int) -> Report:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            runtime.end_step()
+            runtime.sync()
     return w.report()
 
 

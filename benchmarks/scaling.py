@@ -21,8 +21,8 @@ import argparse
 from dataclasses import dataclass
 
 from mshnet import RequestError, estimate
-from mshnet.xla.aot_report import Report
-from mshnet.xla.chips import CHIPS
+from tpuscope.aot.report import Report
+from tpuscope.engine.tpu_specs import CHIPS
 
 CHIP = CHIPS["v5e"]
 LINK = CHIP.links / 4 / 2  # bytes a second: four links, both directions

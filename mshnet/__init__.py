@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__
 
 if TYPE_CHECKING:
-    from .errors import RequestError
+    from tpuscope.errors import RequestError
+
     from .loss import SLSIoULoss
     from .metrics import DetectionMetrics
     from .model import MSHNet
@@ -14,15 +15,15 @@ if TYPE_CHECKING:
 __all__ = ["DetectionMetrics", "MSHNet", "RequestError", "SLSIoULoss", "__version__"]
 
 _HOMES = {
-    "DetectionMetrics": "metrics",
-    "MSHNet": "model",
-    "RequestError": "errors",
-    "SLSIoULoss": "loss",
+    "DetectionMetrics": "mshnet.metrics",
+    "MSHNet": "mshnet.model",
+    "RequestError": "tpuscope.errors",
+    "SLSIoULoss": "mshnet.loss",
 }
 
 
 def __getattr__(name: str) -> Any:
-    # Imported when used: `python -m mshnet.doctor` has to start where torch does not.
+    # Imported when used: `mshnet --help` answers before torch is loaded.
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    return getattr(import_module(_HOMES[name]), name)

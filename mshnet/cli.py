@@ -11,23 +11,17 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from . import __version__, estimate, jobs
+from tpuscope.aot import EFFORTS, CompilerFailed, cache_folder
+from tpuscope.doctor.command import add_flags as doctor_flags
+from tpuscope.engine.replicas import ReplicaFailed
+from tpuscope.errors import RequestError
+
+from . import __version__, api, estimate
 from .data.check import check, table
-from .data.store import CACHES
-from .doctor.command import add_flags as doctor_flags
-from .errors import RequestError
-from .training.config import (
-    DEVICES,
-    MOST_WORKERS,
-    PRECISIONS,
-    STRATEGIES,
-    Config,
-    default_workers,
-)
-from .training.folder import to_json
-from .training.session import EXIT_CODES
-from .xla.aot import EFFORTS, CompilerFailed, cache_folder
-from .xla.launch import ReplicaFailed
+from .data.sample_cache import CACHES
+from .training.config import DEVICES, MOST_WORKERS, PRECISIONS, STRATEGIES, Config, default_workers
+from .training.preemption import EXIT_CODES
+from .training.run_dir import to_json
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -323,7 +317,7 @@ def _add_device_flags(parser: argparse.ArgumentParser, cores: bool = True) -> No
 def _add_fold(parser: argparse.ArgumentParser) -> None:
     _add(
         parser,
-        "fold",
+        "space_to_depth",
         "how the network computes, with the same result: 0 as on CPUs and GPUs, 1 to 16 as TPUs "
         "want it, with so many columns of a map stored as channels",
         default_text="on a TPU 8 below 128 images a core, else 1; elsewhere 0",
@@ -375,7 +369,7 @@ def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
         print(f"{parser.prog}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader of a pipe (head, say) has seen enough. Standard output is pointed elsewhere,
+        # The reader of a pipe (head, log) has seen enough. Standard output is pointed elsewhere,
         # or Python would complain about it while it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -387,12 +381,12 @@ def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
         return 1
 
 
-def _given(args: argparse.Namespace) -> dict:
+def _overrides(args: argparse.Namespace) -> dict:
     """The settings that the command line names."""
     return {k: v for k, v in vars(args).items() if k in Config.__dataclass_fields__}
 
 
-def _say(args: argparse.Namespace) -> Callable[[str], None]:
+def _log(args: argparse.Namespace) -> Callable[[str], None]:
     """Where messages for people go: standard output, or beside it when that carries JSON."""
     return _beside if args.json else _on_stdout
 
@@ -409,7 +403,7 @@ def _beside(text: str) -> None:
 
 
 def _train(args: argparse.Namespace) -> int:
-    record = jobs.train(_given(args), args.resume, _say(args))
+    record = api.train(_overrides(args), args.resume, _log(args))
     if args.json:
         print(to_json(record))
     return EXIT_CODES.get(record["stopped"], 0)
@@ -427,15 +421,15 @@ def _train_or_test(args: argparse.Namespace) -> int:
 
 
 def _test(args: argparse.Namespace) -> int:
-    results = jobs.test(_given(args), _say(args))
+    results = api.test(_overrides(args), _log(args))
     if args.json:
         print(to_json(results))
     return 0
 
 
 def _predict(args: argparse.Namespace) -> int:
-    rows = jobs.predict_files(
-        {"batch_size": 8} | _given(args), args.inputs, Path(args.out), _say(args)
+    rows = api.predict_files(
+        {"batch_size": 8} | _overrides(args), args.inputs, Path(args.out), _log(args)
     )
     if args.json:
         print(to_json(rows))
@@ -449,13 +443,13 @@ def _check_data(args: argparse.Namespace) -> int:
 
 
 def _aot(args: argparse.Namespace) -> int:
-    given = {"batch_size": 32} | _given(args)
-    num_cores = given.pop("num_cores")
-    step = estimate.request(given, args.phase, args.topology, num_cores)
-    say = _say(args)
+    overrides = {"batch_size": 32} | _overrides(args)
+    num_cores = overrides.pop("num_cores")
+    step = estimate.request(overrides, args.phase, args.topology, num_cores)
+    log = _log(args)
     try:
         if args.sweep:
-            return _aot_sweep(step, args, say)
+            return _aot_sweep(step, args, log)
         report = estimate.compile_step(step, args.effort, not args.no_cache)
     except CompilerFailed as error:
         print(f"mshnet aot: {error}", file=sys.stderr)
@@ -463,18 +457,18 @@ def _aot(args: argparse.Namespace) -> int:
     if args.json:
         print(to_json(step.as_dict() | report.as_dict()))
     else:
-        say(f"MSHNet, {step}\n{report.table()}")
+        log(f"MSHNet, {step}\n{report.table()}")
     return 0
 
 
-def _aot_sweep(step: estimate.Step, args: argparse.Namespace, say: Callable[[str], None]) -> int:
-    say(f"MSHNet, {step}; by the TPU's compiler ({args.effort} effort), not a run\n")
-    say(estimate.SWEEP_HEAD)
+def _aot_sweep(step: estimate.Step, args: argparse.Namespace, log: Callable[[str], None]) -> int:
+    log(f"MSHNet, {step}; by the TPU's compiler ({args.effort} effort), not a run\n")
+    log(estimate.SWEEP_HEAD)
     tried = []
     for found in estimate.sweep(step, args.effort, not args.no_cache):
         tried.append(found)
-        say(estimate.sweep_line(*found))
-    say(f"\n{estimate.sweep_summary(tried)}")
+        log(estimate.sweep_line(*found))
+    log(f"\n{estimate.sweep_summary(tried)}")
     if args.json:
         best = estimate.largest(tried)
         print(to_json({

@@ -1,6 +1,6 @@
 """What MSHNet's steps need on a TPU that is not there: ``mshnet aot``.
 
-The steps are the trainer's own, traced on virtual cores; :mod:`mshnet.xla.aot` compiles them.
+The steps are the trainer's own, traced on virtual cores; :mod:`tpuscope.aot` compiles them.
 """
 
 import multiprocessing
@@ -14,18 +14,20 @@ from typing import Any
 import torch
 from torch.optim import Adagrad
 
-from . import lanes
-from .errors import RequestError
-from .jobs import require_shares
+from tpuscope import aot
+from tpuscope.aot.report import size
+from tpuscope.engine import torch_xla as runtime
+from tpuscope.engine.tpu_specs import Topology, UnknownTopology
+from tpuscope.errors import RequestError
+from tpuscope.progress import someone_watches
+
+from . import model_tpu
+from .api import require_shares
 from .loss import SLSIoULoss
 from .model import MSHNet
-from .progress import someone_watches
 from .training.backend import Backend, SpmdBackend, XlaBackend
 from .training.config import Config
 from .training.step import Normalize, evaluation_step, train_step
-from .xla import aot, runtime
-from .xla.aot_report import size
-from .xla.chips import Topology, UnknownTopology
 
 PHASES = ("train", "warmup", "eval")
 
@@ -53,14 +55,14 @@ class Step:
     @property
     def fold(self) -> int:
         """What the network's ``fold`` is, on a TPU."""
-        given = self.config.fold
-        return lanes.wanted(self.images) if given is None else given
+        overrides = self.config.space_to_depth
+        return model_tpu.default_fold(self.images) if overrides is None else overrides
 
     def as_dict(self) -> dict[str, Any]:
         """What was asked for, as plain values."""
         names = ("batch_size", "base_size", "precision", "channels")
-        given = {name: getattr(self.config, name) for name in names}
-        return given | {"fold": self.fold, "phase": self.phase}
+        overrides = {name: getattr(self.config, name) for name in names}
+        return overrides | {"space_to_depth": self.fold, "phase": self.phase}
 
     def __str__(self) -> str:
         """For people."""
@@ -81,11 +83,11 @@ class Step:
         return replace(self, config=replace(self.config, batch_size=size))
 
 
-def request(given: dict, phase: str, topology: str, num_cores: int | None = None) -> Step:
+def request(overrides: dict, phase: str, topology: str, num_cores: int | None = None) -> Step:
     """A step from a request, checked.
 
     Args:
-        given: settings by the field names of :class:`~mshnet.training.config.Config`.
+        overrides: settings by the field names of :class:`~mshnet.training.config.Config`.
         phase: one of :data:`PHASES`.
         topology: the slice.
         num_cores: of the slice that take part; None takes all.
@@ -106,7 +108,7 @@ def request(given: dict, phase: str, topology: str, num_cores: int | None = None
     cores = slice_.cores if num_cores is None else num_cores
     if cores > slice_.cores:
         raise RequestError(f"--num-cores {cores}: {topology} has {slice_.cores}; use at most that")
-    config = Config.from_dict(given | {"num_cores": cores})
+    config = Config.from_dict(overrides | {"num_cores": cores})
     require_shares(config, cores)
     return Step(config, phase, str(slice_))
 
@@ -156,10 +158,10 @@ def _trace(step: Step) -> aot.Program:
     size = config.base_size
     images = torch.zeros(config.batch_size, config.channels, size, size, dtype=torch.uint8)
     masks = torch.zeros(config.batch_size, 1, size // 8, size, dtype=torch.uint8)
-    optimizer = backend.place(model, lambda m: Adagrad(m.parameters(), lr=config.lr), None)
+    optimizer = backend.prepare(model, lambda m: Adagrad(m.parameters(), lr=config.lr), None)
     normalize = Normalize()
     backend.move(normalize)
-    [batch] = backend.feed([[images, masks]])
+    [batch] = backend.device_batches([[images, masks]])
     if step.phase == "eval":
         return aot.trace(_evaluation(backend, model.eval(), normalize), batch[:1])
     criterion, warm_epoch = SLSIoULoss(), config.warm_epoch
@@ -174,10 +176,10 @@ def _trace(step: Step) -> aot.Program:
 
 
 def _evaluation(backend: Backend, model: MSHNet, normalize: Normalize) -> Callable:
-    full = backend.put(torch.tensor([True]))
+    full = backend.to_device(torch.tensor([True]))
 
     def evaluation(images: torch.Tensor) -> torch.Tensor:
-        return backend.readable(evaluation_step(model, normalize, backend, images, full))
+        return backend.replicate_output(evaluation_step(model, normalize, backend, images, full))
 
     return evaluation
 

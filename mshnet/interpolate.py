@@ -53,7 +53,8 @@ def double(x: Tensor, f: int) -> Tensor:
     :func:`_axis` has them.
 
     Args:
-        x: (B, C·g, H, W/g), g = f/2 columns folded into channels (:mod:`mshnet.fold`), or none.
+        x: (B, C·g, H, W/g), g = f/2 columns stored as channels
+            (:mod:`mshnet.space_to_depth`), or none.
         f: columns folded in the result, 1 for none.
 
     Returns:

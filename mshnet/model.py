@@ -5,7 +5,8 @@ Follows "Infrared Small Target Detection with Scale and Location Sensitivity"
 official weights load here and ours load there.
 
 This is the network as a textbook has it, with the layers that CPUs and GPUs have kernels for;
-:mod:`mshnet.lanes` is the same network as a TPU wants it, on the same parameters. A map is read and
+:mod:`mshnet.model_tpu` is the same network as a TPU wants it, on the same parameters. A map is
+read and
 written as seldom as these layers allow, because that is what a step's time goes into beside the
 convolutions: means are sums that are divided afterwards (the mean's own gradient is divided at
 every pixel), and the last product and sum of a block are one operation.
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from . import lanes
+from . import model_tpu
 from .batch_norm import batch_norm
 from .interpolate import upsample
 
@@ -89,7 +90,7 @@ class ResidualBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.fold:
-            return lanes.residual_block(self, x)
+            return model_tpu.residual_block(self, x)
         residual = x
         if self.shortcut is not None:
             residual = batch_norm(self.shortcut[1], self.shortcut[0](x))
@@ -164,7 +165,7 @@ class MSHNet(nn.Module):
 
     @property
     def fold(self) -> int:
-        """How to compute: 0 as written here, 1 to 16 as a TPU wants it (:mod:`mshnet.lanes`).
+        """How to compute: 0 as written here, 1 to 16 as a TPU wants it (:mod:`mshnet.model_tpu`).
 
         1 folds no columns into channels; f > 1 folds f on the finest level, half as many on the
         next, and so on. It changes the numbers by no more than rounding, and no weights.
@@ -201,17 +202,17 @@ class MSHNet(nn.Module):
                 f"images are {height}×{width}; both sides must be multiples of 16, "
                 f"for example {max(16, round(height / 16) * 16)}×{max(16, round(width / 16) * 16)}"
             )
-        compute = lanes.logits if self.fold else _logits
+        compute = model_tpu.logits if self.fold else _logits
         scales = compute(self, images, 4 if warm_flag else 1)
         if not warm_flag:
             return [], scales[0]
         enlarged = [upsample(x, 2**i) if i else x for i, x in enumerate(scales)]
         stacked = torch.cat(enlarged, 1)
-        return scales, lanes.fused(self, stacked) if self.fold else self.final(stacked)
+        return scales, model_tpu.fused(self, stacked) if self.fold else self.final(stacked)
 
 
 def _logits(net: MSHNet, images: Tensor, heads: int) -> list[Tensor]:
-    """Logits of the finest heads, finest first; see :func:`mshnet.lanes.logits`."""
+    """Logits of the finest heads, finest first; see :func:`mshnet.model_tpu.logits`."""
     x = net.conv_init(images)
     maps = []
     for level, encoder in enumerate(net.encoders):

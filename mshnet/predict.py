@@ -13,14 +13,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
+from tpuscope.errors import RequestError
+from tpuscope.progress import progress
+
 from .data.augment import BILINEAR
 from .data.decode import read_image
-from .data.feed import channels_first
 from .data.layout import SUFFIXES
-from .errors import RequestError
+from .data.loader import channels_first
 from .metrics import regions
 from .plots import overlay
-from .progress import progress
 from .training.backend import Backend
 from .training.step import Normalize, evaluation_step
 
@@ -162,9 +163,9 @@ def _probabilities(
     """Probability maps in each image's own size, float32 (H, W)."""
     normalize = Normalize().to(backend.device)
     model.eval()
-    phase = backend.put(torch.tensor([full]))
+    phase = backend.to_device(torch.tensor([full]))
     state = [*model.parameters(), *model.buffers(), *normalize.buffers()]
-    step = backend.repeated(
+    step = backend.compile_step(
         lambda images, phase: (evaluation_step(model, normalize, backend, images, phase),), state
     )
     loader = DataLoader(_Frames(paths, size, channels), batch_size, collate_fn=list)
@@ -172,7 +173,7 @@ def _probabilities(
         batch = torch.zeros(batch_size, channels, size, size, dtype=torch.uint8)
         for i, (pixels, _) in enumerate(frames):
             batch[i] = pixels
-        [logits] = step(backend.put(batch), phase)
+        [logits] = step(backend.to_device(batch), phase)
         logits = logits.cpu()
         for i, (_, shape) in enumerate(frames):
             own = F.interpolate(logits[i : i + 1], shape, mode="bilinear", align_corners=False)

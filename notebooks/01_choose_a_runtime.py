@@ -117,7 +117,7 @@ plt.show()
 # The first two as pictures (drawn; menus have more entries than that):
 
 # %%
-from mshnet.course import clicks
+from course import clicks
 
 clicks(
     (
@@ -177,7 +177,7 @@ import platform
 
 import torch
 
-from mshnet.xla import runtime
+from tpuscope.engine import torch_xla as runtime
 
 
 def place():
@@ -284,7 +284,7 @@ maps_that_fit = ...  # whole maps of a batch of 128 in 16 GB (16e9 bytes)
 
 # %% tags=["check"]
 # @title Check: run this cell to see whether you are right
-from mshnet.course import checking
+from course import checking
 
 with checking("A batch that does not fill the lanes pays for them all the same.") as expect:
     expect.answered(map_bytes=map_bytes(128))
@@ -322,7 +322,7 @@ maps_that_fit = int(16e9 // map_bytes(128))
 # single v5e core, and why 32 images spread over eight cores, four on each, fill so little. The
 # whole network is kinder than this one map: its deeper levels have more channels, and there the
 # channels lie in the lanes. And this package lays columns of a map beside the channels, so that small
-# batches fill the lanes, too (`mshnet/fold.py`). Lesson 09 asks the real TPU compiler for the sum.
+# batches fill the lanes, too (`mshnet/space_to_depth.py`). Lesson 09 asks the real TPU compiler for the sum.
 
 # %% [markdown]
 # ## Recap

@@ -72,7 +72,7 @@ for name, colab in COLAB.items():
 # The package has a gate for this. It reads the two versions before torch_xla is imported:
 
 # %%
-from mshnet.xla import runtime
+from tpuscope.engine import torch_xla as runtime
 
 runtime.require_matching_versions()
 print("torch", version("torch"), "and torch_xla", version("torch_xla"), "belong together")
@@ -109,7 +109,7 @@ runtime.require_matching_versions()  # the patches are gone
 # Disconnect and delete runtime), because it comes back with the pair it was built with.
 
 # %%
-from mshnet.course import clicks
+from course import clicks
 
 clicks(
     (
@@ -141,7 +141,7 @@ clicks(
 # what the rest of this lesson does by hand.
 
 # %%
-from mshnet.doctor import doctor
+from tpuscope.doctor import doctor
 
 report = doctor()
 assert report.usable, report
@@ -378,7 +378,7 @@ def bfloat16_error(n):
 
 # %% tags=["check"]
 # @title Check: run this cell to see whether you are right
-from mshnet.course import checking
+from course import checking
 
 with checking("The error stays the same, so bfloat16 is fit for products.") as expect:
     expect.answered(grows_with_n=grows_with_n, bfloat16_error=bfloat16_error(32))

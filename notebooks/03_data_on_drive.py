@@ -66,7 +66,7 @@ SIZE = 256  # side of training images, pixels
 # lies under `/kaggle/input`: set `DATASET = "/kaggle/input/NAME"` above. Elsewhere a folder takes the part of Drive.
 
 # %%
-from mshnet.course import clicks
+from course import clicks
 
 clicks(
     (
@@ -222,12 +222,12 @@ if DATASET is None:
 
 # %%
 from mshnet.data.layout import DataFolder
-from mshnet.data.store import SampleStore
+from mshnet.data.sample_cache import SampleCache
 
 samples = DataFolder(data).samples("train")
 stores = {
-    "files, one by one": SampleStore(samples, cache="none"),
-    "decoded cache": SampleStore(samples, cache="ram"),
+    "files, one by one": SampleCache(samples, cache="none"),
+    "decoded cache": SampleCache(samples, cache="ram"),
 }
 on_disk = sum(path.stat().st_size for s in samples for path in (s.image, s.mask))
 opened = {"files, one by one": 2 * len(samples), "decoded cache": 0}
@@ -328,7 +328,7 @@ assert f"{twin.name} = copied" in damaged.shared_content
 
 # %%
 try:
-    SampleStore(DataFolder(broken).samples("train"))
+    SampleCache(DataFolder(broken).samples("train"))
 except RequestError as error:
     print("refused:", error)
 else:
@@ -381,7 +381,7 @@ show(
 # size, crops and blurs, at random. One image, in six epochs:
 
 # %%
-from mshnet.data.feed import TrainingSet
+from mshnet.data.loader import TrainingSet
 
 training = TrainingSet(store, base_size=SIZE, crop_size=SIZE, seed=0)
 views = [training[epoch, 0] for epoch in range(6)]
@@ -458,7 +458,7 @@ shutil.rmtree(subset, ignore_errors=True)  # begin anew each time
 
 # %% tags=["check"]
 # @title Check: run this cell to see whether you are right
-from mshnet.course import checking
+from course import checking
 
 with checking("Train on it to see that things run; 5 test images give no result.") as expect:
     expect(subset.is_dir(), f"there is no folder {subset.name} yet: write your code above")

@@ -32,7 +32,7 @@ if importlib.util.find_spec("mshnet") is None:  # a fresh Colab or Kaggle sessio
 # %%
 import os
 
-from mshnet.xla import runtime
+from tpuscope.engine import torch_xla as runtime
 
 TPU = runtime.tpu_chips() > 0
 SMALL = not TPU  # a narrow network and small images where the CPU does the work
@@ -55,15 +55,15 @@ print(f"{'TPU' if TPU else 'no TPU: XLA on the CPU'}, {SIZE}×{SIZE}, batch {BAT
 # can draw for itself: clouds, sea, ground or buildings, and one to four targets of a few pixels.
 
 # %%
-from mshnet.data.bits import unpack
-from mshnet.data.feed import EvaluationSet, TrainingSet, evaluation_loader, training_loader
+from mshnet.data.bitmask import unpack
 from mshnet.data.layout import DataFolder
+from mshnet.data.loader import EvaluationSet, TrainingSet, evaluation_loader, training_loader
+from mshnet.data.sample_cache import SampleCache
 from mshnet.data.scenes import write_scenes
-from mshnet.data.store import SampleStore
 
 folder = write_scenes(f"scenes-{SIZE}-{SCENES}", train=SCENES, test=16, size=SIZE)
-train = SampleStore(DataFolder(folder).samples("train"))
-test = SampleStore(DataFolder(folder).samples("test"))
+train = SampleCache(DataFolder(folder).samples("train"))
+test = SampleCache(DataFolder(folder).samples("test"))
 loader = training_loader(TrainingSet(train, SIZE, SIZE, seed=0), BATCH, workers=0)
 images, masks = next(iter(loader))
 print("images", tuple(images.shape), images.dtype, "· masks", tuple(masks.shape), masks.dtype)
@@ -226,7 +226,7 @@ assert plain == [1, 1, 0, 0, 1] and uploaded == [1, 0, 0, 0, 0]
 # **What just happened.** The plain number gave three graphs: "times 0", "times an input" and
 # "times 1". The uploaded tensor gave one. A tensor without dimensions, `torch.tensor(0.0)`, is
 # treated like a plain number, which is why `total` above has the shape `(1,)`. In the package,
-# whatever outlives a step is uploaded from the host (`Backend.place` in
+# whatever outlives a step is uploaded from the host (`Backend.prepare` in
 # `mshnet/training/backend.py`), and a test holds a whole run to three graphs: warm-up, full phase,
 # evaluation.
 
@@ -277,7 +277,7 @@ from mshnet import plots
 from mshnet.training import backend as backends
 from mshnet.training.evaluation import evaluate
 
-backend = backends.choose("tpu")  # "tpu" is XLA; PJRT_DEVICE says on what
+backend = backends.make_backend("tpu")  # "tpu" is XLA; PJRT_DEVICE says on what
 test_loader = evaluation_loader(EvaluationSet(test, SIZE), BATCH, workers=0)
 logits = []  # of each image, for the picture below
 
@@ -331,7 +331,7 @@ print(sum(tensor.nbytes for tensor in weights.values()) // 1024, "KiB, opens wit
 # a run this small is over sooner.
 
 # %%
-from mshnet import jobs
+from mshnet import api
 
 settings = {
     "dataset_dir": str(folder),
@@ -345,13 +345,13 @@ settings = {
     "depths": DEPTHS,
     "workers": 0,
 }
-best = jobs.train(settings)
+best = api.train(settings)
 print(best)
 
 # %%
 from pathlib import Path
 
-from mshnet.training.folder import read_log
+from mshnet.training.run_dir import read_log
 
 plots.curves(read_log(Path(best["run"])))
 
@@ -377,7 +377,7 @@ in_ten_epochs = ...
 
 # %% tags=["check"]
 # @title Check: run this cell to see whether you are right
-from mshnet.course import checking
+from course import checking
 
 with checking("A program for each shape, and each only once.") as expect:
     expect.answered(in_one_epoch=in_one_epoch, in_ten_epochs=in_ten_epochs)

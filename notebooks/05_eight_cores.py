@@ -38,7 +38,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from mshnet.xla import runtime
+from tpuscope.engine import torch_xla as runtime
 
 EIGHT = runtime.tpu_cores() == 8
 SMALL = not EIGHT  # a narrow network and small images where the CPU does the work
@@ -63,7 +63,7 @@ print(f"global batch {BATCH}, so {BATCH // 8} a core; files go to {WORK}")
 # For eight real cores, in a notebook that Kaggle opened with the badge above:
 
 # %%
-from mshnet.course import clicks
+from course import clicks
 
 clicks(
     ("Kaggle: Settings", ["Accelerator", "Language", "Persistence"], "Accelerator"),
@@ -240,21 +240,21 @@ if SMALL:  # a TPU's compiler may merge some of them
 # ## The same training on one core and on eight
 #
 # In the package all this is `Backend` and `DataMesh` (`mshnet/training/backend.py`,
-# `mshnet/xla/spmd.py`), and for you it is one flag:
+# `tpuscope/engine/spmd.py`), and for you it is one flag:
 #
 # ```
 # mshnet train --dataset-dir datasets/IRSTD-1k --batch-size 256 --use-tpu --num-cores 8
 # ```
 #
 # Without eight TPU cores put `PJRT_DEVICE=CPU` before it. The network's width has no flag, so here
-# we start what lies behind the command, `mshnet.jobs.train`, in a script. Warm-up epochs only:
+# we start what lies behind the command, `mshnet.api.train`, in a script. Warm-up epochs only:
 # that is one graph less to compile.
 
 # %%
 import json
 
 from mshnet.data.scenes import write_scenes
-from mshnet.training.folder import read_log
+from mshnet.training.run_dir import read_log
 
 SETTINGS = {
     "dataset_dir": str(write_scenes(WORK / "scenes", train=SCENES, test=SCENES // 3, size=SIZE)),
@@ -274,9 +274,9 @@ SETTINGS = {
 def training(settings):
     import json
 
-    from mshnet import jobs
+    from mshnet import api
 
-    jobs.train(json.loads(settings))
+    api.train(json.loads(settings))
 
 
 def train(name, **changes):
@@ -370,7 +370,7 @@ for batch in (32, 128, 256, 1024):
 #
 # The other strategy. `torch_xla.launch(function)` starts a process for every core and calls the
 # function in each. What the replicas do together are **collectives**, which all of them must call in
-# the same order. The package wraps this as `mshnet.xla.launch.launch`, whose function gets an object
+# the same order. The package wraps this as `tpuscope.engine.replicas.launch`, whose function gets an object
 # with the replica's number (`ordinal`), their `count`, and three collectives: `broadcast`,
 # `optimizer_step`, `gather`. (`xmp.spawn(function, nprocs=8)`, which older guides have, is a
 # ValueError today.)
@@ -391,7 +391,7 @@ def greet(replicas):
 
 
 def first_launch(count, platform):
-    from mshnet.xla.launch import launch
+    from tpuscope.engine.replicas import launch
 
     rows = launch(greet, (), int(count), platform)  # what replica 0 returned
     for ordinal, process in rows.tolist():
@@ -434,8 +434,8 @@ assert len({record["weights"] for record in replicas}) == 2  # they change from 
 def device_first():
     import torch_xla
 
-    from mshnet import jobs
-    from mshnet.errors import RequestError
+    from mshnet import api
+    from tpuscope.errors import RequestError
 
     torch_xla.device()  # an innocent look at the device
 
@@ -444,7 +444,7 @@ def device_first():
     except RuntimeError as error:
         print("torch_xla.launch:", error)
     try:
-        jobs.train({"device": "tpu", "num_cores": 8, "batch_size": 8})
+        api.train({"device": "tpu", "num_cores": 8, "batch_size": 8})
     except RequestError as error:
         print("mshnet:", error)
 
@@ -486,7 +486,7 @@ def save_on_master(replicas):
 
 
 def alone(count, platform):
-    from mshnet.xla.launch import launch
+    from tpuscope.engine.replicas import launch
 
     launch(save_on_master, (), int(count), platform)
 
@@ -501,7 +501,7 @@ assert done.returncode < 0 and "saved" not in done.stdout
 #
 # The cure: **all replicas call what is collective, and only the writing is one replica's affair.**
 # The package's trainer lets all of them copy the weights to the host and compare hashes, and only
-# then asks `backend.writer`. Our time limit killed the launching process, and the replicas noticed
+# then asks `backend.is_main_process`. Our time limit killed the launching process, and the replicas noticed
 # and ended too: the cell would not have come back otherwise.
 
 # %% [markdown]
@@ -517,7 +517,7 @@ def constants():
     import torch
     import torch_xla
 
-    from mshnet.xla import runtime
+    from tpuscope.engine import torch_xla as runtime
 
     device = torch_xla.device()
     x = torch.ones(4).to(device)
@@ -572,7 +572,7 @@ def broken(replicas):
 
 
 def one_fails(count, platform):
-    from mshnet.xla.launch import ReplicaFailed, launch
+    from tpuscope.engine.replicas import ReplicaFailed, launch
 
     try:
         launch(broken, (), int(count), platform)
@@ -601,7 +601,7 @@ assert not runtime.is_open()
 #
 # Replica 3 of 8 trains with a global batch of 32. **Which samples of batch 0 does it load: how
 # many, and where do they stand in the epoch's shuffled order?** Predict. Then write `loaded_by`
-# with `EpochBatches` and `Part` from `mshnet.data.feed`; it yields batches as lists of pairs
+# with `EpochBatches` and `DataShard` from `mshnet.data.loader`; it yields batches as lists of pairs
 # (epoch, index). The order is
 # `numpy.random.default_rng([seed, epoch]).permutation(length)`.
 #
@@ -619,12 +619,12 @@ left_out = ...  # how many of the 100 samples no replica loads in an epoch
 
 def loaded_by(replica, epoch=0):
     """Sample numbers that a replica loads in an epoch, as an array (batches, images a replica)."""
-    ...  # your code: EpochBatches(LENGTH, GLOBAL, SEED, Part(…)) yields a replica's batches
+    ...  # your code: EpochBatches(LENGTH, GLOBAL, SEED, DataShard(…)) yields a replica's batches
 
 
 # %% tags=["check"]
 # @title Check: run this cell to see whether you are right
-from mshnet.course import checking
+from course import checking
 
 with checking("Row for row, the replicas load the batches of one core.") as expect:
     expect.answered(places=places, left_out=left_out, loaded_by=loaded_by(3))
@@ -645,12 +645,12 @@ with checking("Row for row, the replicas load the batches of one core.") as expe
 
 # %% tags=["solution"]
 # @title Solution (open after trying)
-from mshnet.data.feed import EpochBatches, Part
+from mshnet.data.loader import DataShard, EpochBatches
 
 
 def loaded_by(replica, epoch=0):
     """Sample numbers that a replica loads in an epoch, as an array (batches, images a replica)."""
-    batches = EpochBatches(LENGTH, GLOBAL, SEED, Part(replica, 8))
+    batches = EpochBatches(LENGTH, GLOBAL, SEED, DataShard(replica, 8))
     batches.epoch = epoch
     return np.array([[index for _, index in batch] for batch in batches])
 

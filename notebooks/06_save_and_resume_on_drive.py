@@ -35,7 +35,7 @@ if importlib.util.find_spec("mshnet") is None:  # a fresh Colab or Kaggle sessio
 # %%
 import os
 
-from mshnet.xla import runtime
+from tpuscope.engine import torch_xla as runtime
 
 TPU = runtime.tpu_chips() > 0
 SMALL = not TPU  # a narrow network and small images where the CPU does the work
@@ -112,7 +112,7 @@ print("data:", data, "· runs:", LOCAL, "· their copies:", DRIVE)
 # after the session has vanished:
 
 # %%
-from mshnet.course import clicks
+from course import clicks
 
 clicks(
     ("Colab: top right", ["Reconnect"], "Reconnect"),
@@ -135,7 +135,7 @@ if SMALL:  # the command has no flag for the width of the network, so a script s
     script = LOCAL / "narrow.py"
     script.write_text("""\
 import sys
-from mshnet import cli, jobs
+from mshnet import api as jobs; from mshnet import cli
 
 NARROW = {"widths": (2, 4, 4, 8, 8), "depths": (1, 1, 1, 1, 1)}
 train = jobs.train
@@ -504,7 +504,7 @@ ended[-1] = ("SIGTERM, damage", before[1])
 # weights after it:
 
 # %%
-from mshnet.training.folder import read_log
+from mshnet.training.run_dir import read_log
 
 left_alone, treated_badly = read_log(LOCAL / "undisturbed"), read_log(LOCAL / "first")
 print(f"{'epoch':<7}{'loss, left alone':<22}{'loss, treated badly':<22}weights")
@@ -557,13 +557,13 @@ plt.show()
 # notebook instead of a process, which makes no difference:
 
 # %%
-from mshnet import jobs
+from mshnet import api
 
 torch.set_num_threads(1)  # small tensors gain nothing from more
 said = []
 
 
-def say(text):
+def log(text):
     said.append(text)
     print(text + "\n", end="")
 
@@ -583,7 +583,7 @@ settings = {
     "save_dir": str(LOCAL / "second"),
     "backup": str(DRIVE / "second"),
 }
-jobs.train(settings, say=say)
+api.train(settings, log=log)
 
 warnings = [text for text in said if "training goes on" in text]
 assert len(warnings) == 1 and said[-1].startswith("backup: not in")
@@ -609,7 +609,7 @@ assert checkpoint.is_whole(LOCAL / "second" / checkpoint.CHECKPOINT)
 # %%
 (DRIVE / "second").unlink()
 said.clear()
-result = jobs.train({"epochs": 1000, "max_minutes": 0.2}, resume=str(LOCAL / "second"), say=say)
+result = api.train({"epochs": 1000, "max_minutes": 0.2}, resume=str(LOCAL / "second"), log=log)
 
 assert result["stopped"] == "--max-minutes 0.2"
 assert said[-1].startswith("backup: complete")
@@ -624,7 +624,7 @@ assert steps_saved(DRIVE / "second") == steps_saved(LOCAL / "second") > 10
 # ## A loop of your own
 #
 # All of this rests on a few lines that any loop can have. Tensors go to the host to be saved. On the
-# way back, everything is put together on the host and then moved (`Backend.place`), because what an
+# way back, everything is put together on the host and then moved (`Backend.prepare`), because what an
 # optimizer makes on the device in its first step costs another compilation. A scheduler or a moving
 # average of the weights is one more entry. Dropout draws from the **device's** random state, which
 # `torch.manual_seed` does not touch: without it the run goes on to other numbers.
@@ -634,7 +634,7 @@ from torch import nn
 
 from mshnet.training import backend as backends
 
-backend = backends.choose("tpu")  # XLA; in this notebook on the CPU
+backend = backends.make_backend("tpu")  # XLA; in this notebook on the CPU
 kept = LOCAL / "own-loop.pkl"
 
 
@@ -668,14 +668,14 @@ def keep(model, optimizer, step):
 def go_on():
     content, model = checkpoint.load(kept), make()
     model.load_state_dict(content["net"])
-    optimizer = backend.place(model, make_optimizer, content["optimizer"])
+    optimizer = backend.prepare(model, make_optimizer, content["optimizer"])
     torch.set_rng_state(content["host_rng"])
     backend.set_rng_state(content["device_rng"])
     return model, optimizer, content["step"]
 
 
 model = make()
-optimizer = backend.place(model, make_optimizer, None)
+optimizer = backend.prepare(model, make_optimizer, None)
 torch_xla.manual_seed(7)
 train(model, optimizer, range(3))
 keep(model, optimizer, step=3)
@@ -708,7 +708,7 @@ tested_iou = ...  # from jobs.test(…)["corrected"]["iou"]
 
 # %% tags=["check"]
 # @title Check: run this cell to see whether you are right
-from mshnet.course import checking
+from course import checking
 
 with checking("The last epoch, in a file that the official code opens.") as expect:
     expect(
@@ -739,7 +739,7 @@ again = MSHNet(**network)
 again.load_state_dict(torch.load(last_weights)["state_dict"])  # what the official code does
 
 where = {"weight_path": str(last_weights), "dataset_dir": str(data), "device": "cpu"}
-tested = jobs.test(where | network | {"base_size": SIZE, "batch_size": BATCH})
+tested = api.test(where | network | {"base_size": SIZE, "batch_size": BATCH})
 tested_iou = tested["corrected"]["iou"]
 print("tested:", tested_iou, "· logged:", treated_badly[-1]["iou"])
 assert {tensor.device.type for tensor in content["net"].values()} == {"cpu"}

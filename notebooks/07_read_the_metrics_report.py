@@ -35,7 +35,7 @@ if importlib.util.find_spec("mshnet") is None:  # a fresh Colab or Kaggle sessio
 # %%
 import os
 
-from mshnet.xla import runtime
+from tpuscope.engine import torch_xla as runtime
 
 TPU = runtime.tpu_chips() > 0
 SMALL = not TPU  # small images where the CPU does the work
@@ -89,7 +89,7 @@ def batch(size=BATCH):
 
 
 # %%
-from mshnet.xla.report import watch
+from tpuscope.monitor.watch import watch
 
 model = Model()
 with watch() as w:
@@ -136,7 +136,7 @@ assert f"became ({BATCH - 1}, 1, {SIZE}, {SIZE}) at step 3" in w.report().verdic
 # long as the process.) Two steps can also be laid side by side:
 
 # %%
-from mshnet.xla.report import compare
+from tpuscope.monitor.watch import compare
 
 print(compare(w.steps[1], w.steps[2]))
 
@@ -334,10 +334,10 @@ assert w.report().fine and len(w.steps) == 4
 #
 # What is mended should stay so. A budget is checked at the end of the block, and says the reason in
 # one line. This project's tests hold whole trainings to it
-# (`tests/training/test_trainer.py`).
+# (`tests/xla/test_trainer.py`).
 
 # %%
-from mshnet.xla.report import Budget, BudgetExceeded
+from tpuscope.monitor.watch import Budget, BudgetExceeded
 
 model = Model()
 try:
@@ -361,7 +361,7 @@ assert "2 compilations, 1 allowed" in exceeded
 # the same time; on XLA:CPU too.
 
 # %%
-from mshnet.xla.report import timeline
+from tpuscope.monitor.watch import timeline
 
 model = Model()
 with watch() as w:
@@ -431,7 +431,7 @@ print(pasted[start : start + 600], "\n…\n", pasted[-420:])
 # verdicts are a start:
 
 # %%
-from mshnet.xla.report import from_text
+from tpuscope.monitor.watch import from_text
 
 theirs = from_text(pasted)
 print(theirs)
@@ -549,7 +549,7 @@ print(w.report())
 import copy
 import random
 
-from mshnet.course import checking
+from course import checking
 
 
 def reference(network, images, masks, side, masked):

@@ -32,7 +32,7 @@ if importlib.util.find_spec("mshnet") is None:  # a fresh Colab or Kaggle sessio
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", package], check=True)
 
 # %%
-from mshnet.xla import runtime
+from tpuscope.engine import torch_xla as runtime
 
 TPU = runtime.tpu_chips() > 0
 SMALL = not TPU  # a narrow network and small images where the CPU does the work
@@ -56,7 +56,7 @@ print(f"{DEVICE}, {SIZE}×{SIZE}, {SCENES} scenes to train on, {EPOCHS} epochs")
 # %%
 import shutil
 
-from mshnet import jobs
+from mshnet import api
 from mshnet.data.scenes import write_scenes
 
 WEIGHTS = None  # such as "/content/drive/MyDrive/runs/first/weight.pkl"
@@ -68,7 +68,7 @@ if WEIGHTS is None:
     shape = {"base_size": SIZE, "crop_size": SIZE, "widths": WIDTHS, "depths": DEPTHS}
     shutil.rmtree("run-08", ignore_errors=True)  # what an earlier pass through this lesson left
     run = {"epochs": EPOCHS, "warm_epoch": WARM_EPOCH, "workers": 0, "save_dir": "run-08"}
-    jobs.train(settings | shape | run)
+    api.train(settings | shape | run)
     weights = "run-08/weight.pkl"
 else:
     weights = WEIGHTS
@@ -81,7 +81,7 @@ print(weights)
 # definition, and with every line the conditions under which its numbers hold.
 
 # %%
-answers = jobs.test(settings | {"weight_path": weights})
+answers = api.test(settings | {"weight_path": weights})
 
 # %% [markdown]
 # **What just happened.** Two lines with the same IoU and two different Fa, from the same maps. The
@@ -92,9 +92,9 @@ answers = jobs.test(settings | {"weight_path": weights})
 import torch
 
 from mshnet import MSHNet
-from mshnet.data.feed import EvaluationSet, evaluation_loader
 from mshnet.data.layout import DataFolder
-from mshnet.data.store import SampleStore
+from mshnet.data.loader import EvaluationSet, evaluation_loader
+from mshnet.data.sample_cache import SampleCache
 from mshnet.training import backend as backends
 from mshnet.training.checkpoint import load, load_weights
 from mshnet.training.evaluation import evaluate
@@ -102,7 +102,7 @@ from mshnet.training.step import Normalize
 
 trained = load(weights).get("config", {})  # what our own weight files remember
 side = trained.get("base_size", 256)
-backend = backends.choose(DEVICE)
+backend = backends.make_backend(DEVICE)
 model = MSHNet(**{name: trained[name] for name in ("widths", "depths") if name in trained})
 full = load_weights(model, weights)  # False: only the full-size head is trained
 normalize = Normalize()
@@ -112,7 +112,7 @@ for module in (model, normalize):
 
 def maps_of(split):
     """Images, masks and logits of a split, (N, 1, side, side) each, on the host."""
-    whole = EvaluationSet(SampleStore(DataFolder(data).samples(split)), side)
+    whole = EvaluationSet(SampleCache(DataFolder(data).samples(split)), side)
     logits = []
     loader = evaluation_loader(whole, BATCH, workers=0)
     evaluate(model, normalize, backend, loader, full, look=lambda first, rows: logits.extend(rows))
@@ -368,7 +368,7 @@ show(worst)
 from pathlib import Path
 
 files = [str(sample.image) for sample in DataFolder(data).samples("test")[:3]]
-found = jobs.predict_files({"weight_path": weights, "device": DEVICE}, files, Path("found-08"))
+found = api.predict_files({"weight_path": weights, "device": DEVICE}, files, Path("found-08"))
 for row in found[:5]:
     print(row)
 
@@ -400,7 +400,7 @@ fa = ...
 
 # %% tags=["check"]
 # @title Check: run this cell to see whether you are right
-from mshnet.course import checking
+from course import checking
 
 with checking("More pixels do not buy Pd.") as expect:
     expect.answered(iou=iou, pd=pd, fa=fa)

@@ -39,7 +39,8 @@ from pathlib import Path
 
 os.environ["PJRT_DEVICE"] = "CPU"  # steps are traced on the CPU: a TPU, if there is one, stays free
 
-from mshnet.xla import aot, runtime
+from tpuscope import aot
+from tpuscope.engine import torch_xla as runtime
 
 aot.require_compiler()  # says what to install, if it is missing
 WORK = Path(tempfile.mkdtemp(prefix="aot-"))
@@ -60,7 +61,7 @@ for name in ("torch", "torch_xla", "jax", "libtpu"):
 # 2. libtpu compiles it for the slice that you name;
 # 3. the compiled program says what it needs.
 #
-# `mshnet.xla.aot` (ahead of time) does the three. jax is there only to hand the program to libtpu,
+# `tpuscope.aot` (ahead of time) does the three. jax is there only to hand the program to libtpu,
 # and both live in a process of their own, so that nothing of it comes near your model.
 
 # %% [markdown]
@@ -119,7 +120,7 @@ print(report.table(depth=3, rows=6))
 #   operations reads its inputs once and writes its results once; what happens in between stays on
 #   the core.
 # * **at least**: the *roofline*. The chip can do so many operations a second and move so many bytes
-#   a second, both published (`mshnet.xla.chips`). Whichever takes longer is the bound. **No step
+#   a second, both published (`tpuscope.engine.tpu_specs`). Whichever takes longer is the bound. **No step
 #   is faster; many are slower.**
 # * **cycles** are the compiler's own estimate for each instruction. They tell layers apart; they
 #   are not a time.
@@ -152,11 +153,11 @@ print(f"\nall that is moved: {report.padding:.1f} times what the arrays hold")
 assert report.padding > 2
 
 # %% [markdown]
-# `mshnet.xla.hlo` does that arithmetic for any layout. How full are the lanes when the batch lies
+# `tpuscope.aot.hlo` does that arithmetic for any layout. How full are the lanes when the batch lies
 # there?
 
 # %%
-from mshnet.xla import hlo
+from tpuscope.aot import hlo
 
 for batch in (4, 8, 32, 64, 100, 128, 256):
     [array] = hlo.arrays(f"bf16[{batch},16,256,256]{{0,1,3,2:T(8,128)(2,1)}}")
@@ -203,7 +204,7 @@ assert moved[0] > 2 * moved[-1]
 #
 # The real network behaves the same way, if it is written as for any device. Compiled by us for a
 # v5e, MSHNet at 256×256 moves so many GB an image, with
-# `mshnet aot --topology v5e:1x1 --precision bf16 --batch-size N --fold 0`, and without `--fold 0`:
+# `mshnet aot --topology v5e:1x1 --precision bf16 --batch-size N --space-to-depth 0`, and without `--space-to-depth 0`:
 #
 # | batch | bf16, as for any device | bf16, as for a TPU | fp32, as for any device | fp32, as for a TPU |
 # |---|---|---|---|---|
@@ -212,7 +213,7 @@ assert moved[0] > 2 * moved[-1]
 # | 32 | 2.4 | 0.94 | 4.2 | 1.8 |
 # | 128 | 0.79 | 0.56 | 1.4 | 1.0 |
 #
-# *As for a TPU* is `mshnet/lanes.py`, with the same parameters and the same numbers up to rounding;
+# *As for a TPU* is `mshnet/model_tpu.py`, with the same parameters and the same numbers up to rounding;
 # it is what a TPU gets. Below 128 images it *folds* eight columns of a map
 # into channels, so that 16 channels become 128 and fill the lanes with any batch, for four times
 # the arithmetic, which the chip has to spare. And it looks at every map less often: sums that two
@@ -283,8 +284,8 @@ SCRIPT = """
 import json, sys
 import torch
 from torch import nn
-from mshnet.xla import aot, runtime
-from mshnet.xla.spmd import DataMesh
+from tpuscope import aot; from tpuscope.engine import torch_xla as runtime
+from tpuscope.engine.spmd import DataMesh
 
 runtime.select_platform("CPU", 8)
 mesh = DataMesh()  # all cores in a row
@@ -326,13 +327,13 @@ assert eight["cores"] == 8 and {c["kind"] for c in eight["collectives"]} == {"al
 # %% [markdown]
 # ## Layer by layer, before any compiler
 #
-# How do layers' names get into a TPU's program? While a step is traced, `mshnet.xla.layers` listens
+# How do layers' names get into a TPU's program? While a step is traced, `tpuscope.monitor.layers` listens
 # to all modules and to autograd, and writes on each operation who asked for it. The same can be
 # read at once, for any module and on any device, with what has no lowering and would run on the
 # host:
 
 # %%
-from mshnet.xla import layers
+from tpuscope.monitor import layers
 
 upsampling = nn.Sequential(
     nn.Conv2d(1, 4, 3), nn.Upsample(scale_factor=2, mode="bilinear"), nn.Conv2d(4, 1, 3)
@@ -370,7 +371,7 @@ more_bytes = ...  # with Adam, in float32; to one percent
 
 # %% tags=["check"]
 # @title Check: run this cell to see whether you are right
-from mshnet.course import checking
+from course import checking
 
 with checking("Two float32 numbers for each weight and each bias.") as expect:
     expect.answered(more_bytes=more_bytes)

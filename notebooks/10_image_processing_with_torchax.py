@@ -39,7 +39,7 @@ if importlib.util.find_spec("mshnet") is None:  # a fresh Colab or Kaggle sessio
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", package], check=True)
 
 # %%
-from mshnet.course import checkout, install
+from course import checkout, install
 
 install("torchax==0.0.13", "torchvision==0.24.0", "opencv-python-headless==5.0.0.93")
 sys.path.insert(0, str(checkout()))
@@ -51,7 +51,7 @@ sys.path.insert(0, str(checkout()))
 # %%
 import os
 
-from mshnet.xla import runtime
+from tpuscope.engine import torch_xla as runtime
 
 TPU = runtime.tpu_chips() > 0
 SMALL = not TPU  # fewer and smaller images where the CPU does the work
@@ -510,7 +510,7 @@ for number in range(1, 4):
 # way. It takes a minute or so: a whole network with its gradient.
 
 # %%
-from mshnet.xla import aot
+from tpuscope import aot
 
 side = np.zeros((16, 1, 32, 32), np.float32)
 program = on_jax.stablehlo(step, 8, on_jax.initial_state(network), side, side)
@@ -544,7 +544,7 @@ def crop_flip(images, boxes, flip):
 
 # %% tags=["check"]
 # @title Check: run this cell to see whether you are right
-from mshnet.course import checking
+from course import checking
 
 with checking("One program, whatever is flipped.") as expect:
     jitted_flip = torchax.interop.jax_jit(crop_flip)

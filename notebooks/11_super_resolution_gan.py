@@ -41,8 +41,8 @@ if importlib.util.find_spec("mshnet") is None:  # a fresh Colab or Kaggle sessio
 # %%
 import os
 
-from mshnet.course import checkout
-from mshnet.xla import runtime
+from course import checkout
+from tpuscope.engine import torch_xla as runtime
 
 sys.path.insert(0, str(checkout()))
 
@@ -193,7 +193,7 @@ if not TPU:
     os.environ["PJRT_DEVICE"] = "CPU"  # XLA on the CPU
 
 from labs.super_resolution.training import LOSSES, Gan, Settings, open_backend, scaled_rate
-from mshnet.xla.report import Budget, watch
+from tpuscope.monitor.watch import Budget, watch
 
 shape = {"size": SIZE, "crop": CROP, "batch_size": BATCH, "width": WIDTH, "blocks": BLOCKS}
 settings = Settings(**shape, discriminator_width=JUDGE, device="tpu")
@@ -202,8 +202,8 @@ _, step = gan.repeated()
 samples = frames.Crops([frame for frame, _ in train], CROP, seed=0)
 
 with watch(budget=Budget(compilations=1, fallbacks=0, host_reads=0)) as w:
-    sums = gan.backend.put(torch.zeros(len(LOSSES)))
-    for [high] in gan.backend.feed(frames.crop_loader(samples, 0, 4, BATCH)):
+    sums = gan.backend.to_device(torch.zeros(len(LOSSES)))
+    for [high] in gan.backend.device_batches(frames.crop_loader(samples, 0, 4, BATCH)):
         [sums] = step(high, sums)
 print(w.report())
 print(dict(zip(LOSSES, (sums.cpu() / 4).tolist())))
@@ -426,14 +426,14 @@ with watch() as w:
             t.to(device) for t in (*torch.rand(2, 2, 1, 8, 8), torch.tensor([limit]))
         )
         judge_step(judge, optimizer, real, made, limit)
-        runtime.end_step()
+        runtime.sync()
 print(w.report())
 
 # %% tags=["check"]
 # @title Check: run this cell to see whether you are right
 import copy
 
-from mshnet.course import checking
+from course import checking
 
 
 def tried(limits):
@@ -447,11 +447,11 @@ def tried(limits):
     inputs = [
         [t.to(device) for t in (*pair, torch.tensor([limit]))] for pair, limit in zip(data, limits)
     ]
-    runtime.end_step()
+    runtime.sync()
     with watch() as w:
         for real, made, limit in inputs:
             judge_step(on_device, optimizer, real, made, limit)
-            runtime.end_step()
+            runtime.sync()
     for (real, made), limit in zip(data, limits):
         reference.zero_grad()
         loss = discriminator_loss(on_host(real), on_host(made))

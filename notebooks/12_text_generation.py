@@ -38,7 +38,7 @@ if importlib.util.find_spec("mshnet") is None:  # a fresh Colab or Kaggle sessio
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", package], check=True)
 
 # %%
-from mshnet.course import checkout, install
+from course import checkout, install
 
 install("transformers==5.23.0")
 sys.path.insert(0, str(checkout()))  # labs/ lies beside the package
@@ -46,7 +46,7 @@ sys.path.insert(0, str(checkout()))  # labs/ lies beside the package
 # %%
 import os
 
-from mshnet.xla import runtime
+from tpuscope.engine import torch_xla as runtime
 
 TPU = runtime.tpu_chips() > 0
 SMALL = not TPU  # a narrow model where the CPU does the work
@@ -63,8 +63,10 @@ import torch_xla
 from torch_xla.backends import set_mat_mul_precision
 
 from labs.text_generation import bits, decoder, look, ways
-from mshnet.xla import aot, graph, layers
-from mshnet.xla.report import watch
+from tpuscope import aot
+from tpuscope.engine import lazy_graph
+from tpuscope.monitor import layers
+from tpuscope.monitor.watch import watch
 
 if TPU:  # it multiplies float32 in bfloat16 unless it is told otherwise, and then two ways to the
     # same logits differ in the third digit, and now and then in a token
@@ -290,10 +292,10 @@ for run in (static[-1], replayed[-1]):
 
 assert [run.text for run in replayed] == [run.text for run in static]
 assert [run.report.compilations for run in replayed[1:]] == [0, 0]
-assert way.why is None and written["replayed"] < written["static"] / 3
+assert way.fallback_reason is None and written["replayed"] < written["static"] / 3
 
 # %% [markdown]
-# **What just happened.** `mshnet/xla/replay.py` has the decode step written down twice, sees that
+# **What just happened.** `tpuscope/engine/compiled_step.py` has the decode step written down twice, sees that
 # both are the same program, and from then on calls it with the present cache. It is possible because
 # nothing in the step is a Python number. The choice of the token stays outside, since a replayed
 # program would draw the same random numbers again; it is what is still written down, with the
@@ -323,7 +325,7 @@ def pending(tokens, sync):
         with torch.no_grad():
             token = ways.choose(way.logits())
             way.append(token)
-        sizes.append(graph.hlo([token]).count(" = "))
+        sizes.append(lazy_graph.hlo([token]).count(" = "))
         if sync:
             torch_xla.sync()
     torch_xla.sync()
@@ -336,9 +338,9 @@ print("with none                      ", without := pending(4, sync=False))
 large = torch.zeros(1024, 1024).to(device)
 total = large.sum()
 del large
-held = "f32[1024,1024]" in graph.hlo([total])
+held = "f32[1024,1024]" in lazy_graph.hlo([total])
 torch_xla.sync()
-let_go = "f32[1024,1024]" not in graph.hlo([total])
+let_go = "f32[1024,1024]" not in lazy_graph.hlo([total])
 print(f"a deleted tensor is held by what is pending: {held}; let go by the sync: {let_go}")
 
 assert with_sync[1] == with_sync[2] == with_sync[3]
@@ -690,7 +692,7 @@ assert reports["int8"].bytes_accessed < 0.6 * reports["float32"].bytes_accessed
 # Each gives one line that names the value and the fix.
 
 # %%
-from mshnet.errors import RequestError
+from tpuscope.errors import RequestError
 
 wrong = {
     "prompt longer than the cache": lambda: ways.generate(way, ["The target " * 9], 4),
@@ -742,7 +744,7 @@ print(text, report, sep="\n")
 
 # %% tags=["check"]
 # @title Check: run this cell to see whether you are right
-from mshnet.course import checking
+from course import checking
 
 
 def expected(logits, ids, factor):

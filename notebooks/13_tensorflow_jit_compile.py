@@ -41,13 +41,13 @@ if importlib.util.find_spec("mshnet") is None:  # a fresh Colab or Kaggle sessio
 # %%
 import os
 
-from mshnet.course import checkout, install
+from course import checkout, install
 
 install("tensorflow-cpu==2.21.0", "keras==3.15.1", "transformers==5.23.0")
 sys.path.insert(0, str(checkout()))
 
 from labs.jit_compile.programs import bars, prepare, table
-from mshnet.xla import runtime
+from tpuscope.engine import torch_xla as runtime
 
 programs = prepare()  # before TensorFlow is imported: quiet, and every program leaves a file
 
@@ -544,7 +544,7 @@ for length in (40, 50, 60):
 # @title Check: run this cell to see whether you are right
 from random import sample
 
-from mshnet.course import checking
+from course import checking
 
 
 def reference(text):

@@ -9,15 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from mshnet.xla import runtime
-
 torch.set_num_threads(2)  # also where the machine has more: small tensors gain nothing from them
-
-# Autograd counts the devices once, at the first backward pass of a process. A device that is
-# opened later cannot take part, so the XLA tests need theirs opened before any other test.
-if runtime.installed():
-    os.environ.setdefault("PJRT_DEVICE", "CPU")
-    runtime.device()
 
 SIRST_BESIDE = Path(__file__).parents[2] / "shared" / "datasets" / "SIRST"
 

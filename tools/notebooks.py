@@ -166,7 +166,7 @@ def _solve(cells: list[NotebookNode]) -> list[NotebookNode]:
     for cell in cells:
         if _has(cell, CHECK):
             waiting = cell
-            source = f"from mshnet.course import rejects\n\nrejects({cell.source!r}, globals())"
+            source = f"from course import rejects\n\nrejects({cell.source!r}, globals())"
             solved.append(NotebookNode(cell, source=source, id=f"{cell.id}-empty"))
         elif _has(cell, SOLUTION) and cell.cell_type == "code":
             solved += [cell, waiting]

@@ -4,11 +4,11 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from mshnet import MSHNet, jobs, plots
-from mshnet.data.feed import EvaluationSet, evaluation_loader
+from mshnet import MSHNet, api, plots
 from mshnet.data.layout import DataFolder
+from mshnet.data.loader import EvaluationSet, evaluation_loader
+from mshnet.data.sample_cache import SampleCache
 from mshnet.data.scenes import write_scenes
-from mshnet.data.store import SampleStore
 from mshnet.training import backend as backends
 from mshnet.training.checkpoint import load_weights
 from mshnet.training.evaluation import evaluate
@@ -26,7 +26,7 @@ def train(data: Path) -> None:
     sizes = {"base_size": SIZE, "crop_size": SIZE, "batch_size": BATCH}
     phase = {"epochs": EPOCHS, "warm_epoch": EPOCHS}
     where = {"dataset_dir": str(data), "save_dir": str(WORK / "run"), "device": "cpu"}
-    jobs.train(NETWORK | sizes | phase | where | {"workers": 0})
+    api.train(NETWORK | sizes | phase | where | {"workers": 0})
 
 
 def main() -> None:
@@ -34,9 +34,9 @@ def main() -> None:
     weights = WORK / "run" / "weight.pkl"
     if not weights.exists():
         train(data)
-    model, normalize, backend = MSHNet(**NETWORK), Normalize(), backends.choose("cpu")
+    model, normalize, backend = MSHNet(**NETWORK), Normalize(), backends.make_backend("cpu")
     full = load_weights(model, weights)
-    scenes = EvaluationSet(SampleStore(DataFolder(data).samples("test")), SIZE)
+    scenes = EvaluationSet(SampleCache(DataFolder(data).samples("test")), SIZE)
     loader, logits = evaluation_loader(scenes, BATCH, workers=0), []
     evaluate(model, normalize, backend, loader, full, look=lambda first, rows: logits.extend(rows))
     figure = Figure(figsize=(12, 2.1), layout="constrained")

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from mshnet.errors import RequestError
-from mshnet.xla import hlo
-from mshnet.xla.layers import columns
+from tpuscope.aot import hlo
+from tpuscope.errors import RequestError
+from tpuscope.monitor.layers import columns
 
 from .programs import dumping
 from .text import up_to

@@ -8,7 +8,7 @@ import tensorflow as tf
 from keras import layers
 from tensorflow.types.experimental import PolymorphicFunction
 
-from mshnet.errors import RequestError
+from tpuscope.errors import RequestError
 
 from .text import CHARACTERS, LONGEST, TEXT, buffer, decode, encode, room
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from mshnet.plots import Picture
-from mshnet.xla.layers import columns
+from tpuscope.monitor.layers import columns
 
 DUMP = "--xla_dump_to"
 COLOURS = ("#ff453a", "#ff9f0a", "#0a84ff")

@@ -5,7 +5,7 @@ The vocabulary is ASCII, so that there is nothing to download.
 
 import numpy as np
 
-from mshnet.errors import RequestError
+from tpuscope.errors import RequestError
 
 CHARACTERS = 128  # the vocabulary
 LONGEST = 64  # text that the generator can see, characters

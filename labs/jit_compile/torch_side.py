@@ -10,7 +10,7 @@ import torch
 import torch_xla
 from torch.nn import functional as F
 
-from mshnet.xla import counts
+from tpuscope.engine import metrics
 
 from .compare import LOOP, Effort, experiments
 
@@ -37,12 +37,12 @@ def torch_experiments(_: dict) -> dict:
     device = torch_xla.device()
 
     def measured(function: Callable, arguments: list[tuple]) -> dict:
-        before = counts.now()
+        before = metrics.now()
         for values in arguments:
             result = function(*values)
             torch_xla.sync(wait=True)
             del result  # or the next step would have it among its results
-        after = counts.now() - before
+        after = metrics.now() - before
         return vars(Effort(len(arguments), after.compilations, after.executions))
 
     def loop() -> dict:

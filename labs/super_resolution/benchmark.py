@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from mshnet.errors import RequestError
 from mshnet.training.backend import Backend
-from mshnet.xla import runtime
+from tpuscope.engine import torch_xla as runtime
+from tpuscope.errors import RequestError
 
 from .tiles import Upscaler
 from .training import LOSSES, Gan, Settings, open_backend
@@ -94,10 +94,10 @@ def measure(given: dict, steps: int) -> dict:
     _, step = gan.repeated()
     random = torch.Generator().manual_seed(0)
     shape = (settings.batch_size, 1, settings.crop, settings.crop)
-    high = backend.put(torch.randint(0, 256, shape, generator=random, dtype=torch.uint8))
+    high = backend.to_device(torch.randint(0, 256, shape, generator=random, dtype=torch.uint8))
     times = []
     for _ in range(2 + steps):
-        sums = backend.put(torch.zeros(len(LOSSES)))
+        sums = backend.to_device(torch.zeros(len(LOSSES)))
         _wait(backend)
         began = time.perf_counter()
         [sums] = step(high, sums)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mshnet.errors import RequestError
 from mshnet.training import checkpoint
 from mshnet.training.backend import Backend
-from mshnet.xla import runtime
+from tpuscope.engine import torch_xla as runtime
+from tpuscope.errors import RequestError
 
 from .networks import Bicubic
 from .training import GENERATOR, Settings, generator_of, load_generator, open_backend
@@ -89,7 +89,7 @@ def _operation(name: str, function: Callable[[Tensor], Tensor], backend: Backend
     values = torch.linspace(-2, 2, 512).view(2, 4, 8, 8)
     try:
         here = _forward_and_gradient(function, values.clone())
-        there = _forward_and_gradient(function, backend.put(values))
+        there = _forward_and_gradient(function, backend.to_device(values))
     except RuntimeError as error:  # a device without this operation: what the check is to tell
         return Row(name, False, (str(error).splitlines() or ["no message"])[0])
     error = max(
@@ -117,5 +117,5 @@ def _model(backend: Backend) -> Row:
         checkpoint.save(content, path)
         loaded, _ = load_generator(path)
         backend.move(loaded)
-        error = float((loaded(backend.put(low)).cpu() - generator(low)).abs().max())
+        error = float((loaded(backend.to_device(low)).cpu() - generator(low)).abs().max())
     return Row("load a model", error < TOLERANCE, f"differs from the saved one by {error:.1e}")

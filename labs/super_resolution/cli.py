@@ -13,12 +13,12 @@ from PIL import Image
 
 from mshnet.cli import Parser, run
 from mshnet.data.decode import read_image
-from mshnet.errors import RequestError
 from mshnet.predict import find_images
-from mshnet.progress import progress
 from mshnet.training.config import DEVICES
-from mshnet.training.folder import require_writable
-from mshnet.training.session import EXIT_CODES, signals
+from mshnet.training.preemption import EXIT_CODES, signals
+from mshnet.training.run_dir import require_writable
+from tpuscope.errors import RequestError
+from tpuscope.progress import progress
 
 from . import benchmark, check, detect, pictures, quality, tiles, training
 from .training import Settings
@@ -200,19 +200,19 @@ def _given(args: argparse.Namespace) -> dict:
     return {k: v for k, v in vars(args).items() if k in Settings.__dataclass_fields__}
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(text, flush=True)
 
 
 def _train(args: argparse.Namespace) -> int:
-    with signals(_say) as stop:
-        run = training.train(_given(args), args.resume, _say, stop)
-    if run.backend.writer and run.records:
+    with signals(_log) as stop:
+        run = training.train(_given(args), args.resume, _log, stop)
+    if run.backend.is_main_process and run.records:
         pictures.curves(run.records, run.folder / "curves.png")
     if run.stopped:
-        _say(f"stopped by {run.stopped} after step {run.step}; go on with --resume {run.folder}")
+        _log(f"stopped by {run.stopped} after step {run.step}; go on with --resume {run.folder}")
     else:
-        _say(f"generator: {run.folder / training.GENERATOR}, curves.png beside it")
+        _log(f"generator: {run.folder / training.GENERATOR}, curves.png beside it")
     return EXIT_CODES.get(run.stopped, 0)
 
 
@@ -226,12 +226,12 @@ def _upscale(args: argparse.Namespace) -> int:
         scale = generator.scale
         truths = [_whole(read_image(path), scale, path) for path in paths]
         scores = quality.compare(truths, scale, generator=enlarge)
-        _say(quality.table(scores))
+        _log(quality.table(scores))
         return 0
     require_writable("--out", out)
     for path in progress(paths, "enlarge"):
         Image.fromarray(enlarge(read_image(path))).save(out / f"{path.stem}.png")
-    _say(f"{len(paths)} frames enlarged by {generator.scale}: {out}")
+    _log(f"{len(paths)} frames enlarged by {generator.scale}: {out}")
     return 0
 
 
@@ -258,18 +258,18 @@ def _detect(args: argparse.Namespace) -> int:
     )
     require_writable("--save-dir", folder)
     backend = training.open_backend(experiment.sr.device)
-    _say(f"device: {backend.label}")
-    _say(detect.table(detect.run(experiment, backend, folder, args.seeds, _say)))
+    _log(f"device: {backend.label}")
+    _log(detect.table(detect.run(experiment, backend, folder, args.seeds, _log)))
     return 0
 
 
 def _benchmark(args: argparse.Namespace) -> int:
     results = benchmark.run(_given(args), args.steps)
-    _say(json.dumps(results) if args.json else benchmark.table(results))
+    _log(json.dumps(results) if args.json else benchmark.table(results))
     return 1 if any("error" in result for result in results) else 0
 
 
 def _check(args: argparse.Namespace) -> int:
     rows = check.check(getattr(args, "device", "auto"))
-    _say(check.table(rows))
+    _log(check.table(rows))
     return 0 if all(row.fine for row in rows) else 1

@@ -66,12 +66,12 @@ from torch import Tensor, nn
 from torch.optim import Adagrad
 
 from mshnet import MSHNet, SLSIoULoss
-from mshnet.data.feed import EvaluationSet, TrainingSet, evaluation_loader, training_loader
-from mshnet.errors import RequestError
-from mshnet.progress import progress, without_progress
+from mshnet.data.loader import EvaluationSet, TrainingSet, evaluation_loader, training_loader
 from mshnet.training.backend import Backend
 from mshnet.training.evaluation import evaluate
 from mshnet.training.step import Normalize, summed_step
+from tpuscope.errors import RequestError
+from tpuscope.progress import progress, without_progress
 
 from . import frames as data
 from .networks import Bicubic
@@ -173,19 +173,19 @@ def train_detector(
     model: nn.Module = MSHNet(widths=experiment.widths, depths=(1, 1, 1, 1, 1))
     if seen.way == "low":
         model = Enlarged(model, seen.scale)
-    optimizer = backend.place(model, lambda m: Adagrad(m.parameters(), lr=experiment.lr), None)
+    optimizer = backend.prepare(model, lambda m: Adagrad(m.parameters(), lr=experiment.lr), None)
     backend.move(seen)
     last = experiment.epochs  # all of it is warm-up: one head, plain IoU
     parts = model, seen, SLSIoULoss(), optimizer, backend
-    step = backend.repeated(*summed_step(*parts, last, epoch=0))
+    step = backend.compile_step(*summed_step(*parts, last, epoch=0))
     dataset = TrainingSet(pairs, size, size, seed)
-    loader = training_loader(dataset, batch_size, workers=0, part=backend.loads)
+    loader = training_loader(dataset, batch_size, workers=0, part=backend.input_shard)
     seen.eval()
-    total = backend.put(torch.zeros(1))
+    total = backend.to_device(torch.zeros(1))
     for epoch in progress(range(experiment.epochs), f"detector on {seen.way}"):
         loader.batch_sampler.epoch = epoch
         model.train()  # scoring ends it
-        for frames, masks in backend.feed(loader):
+        for frames, masks in backend.device_batches(loader):
             [total] = step(frames, masks, total)
         if epoch >= experiment.epochs - SCORED:
             yield model
@@ -198,14 +198,14 @@ def score(
     backend.move(seen)
     seen.eval()
     dataset = EvaluationSet(pairs, experiment.sr.size)
-    loader = evaluation_loader(dataset, experiment.batch_size, workers=0, part=backend.loads)
+    loader = evaluation_loader(dataset, experiment.batch_size, workers=0, part=backend.input_shard)
     with without_progress():  # the detector's own bar is there
         result = evaluate(model, seen, backend, loader, full=False).compute()
     return {name: result[name] for name in ("iou", "niou", "pd", "fa")}
 
 
 def run_seed(
-    experiment: Experiment, backend: Backend, folder: Path, seed: int, say=print
+    experiment: Experiment, backend: Backend, folder: Path, seed: int, log=print
 ) -> list[dict]:
     """Everything for one seed: a row for each detector and way, and one for each way's PSNR."""
     sr = replace(experiment.sr, seed=seed)
@@ -228,7 +228,7 @@ def run_seed(
         for way, epochs in scores.items():
             means = {name: sum(one[name] for one in epochs) / len(epochs) for name in epochs[0]}
             rows.append({"seed": seed, "trained": trained_on, "shown": way, **means})
-            say(line(rows[-1]))
+            log(line(rows[-1]))
     return rows
 
 
@@ -252,7 +252,7 @@ def _generators(
 
 
 def run(
-    experiment: Experiment, backend: Backend, folder: Path, seeds: int, say=print
+    experiment: Experiment, backend: Backend, folder: Path, seeds: int, log=print
 ) -> list[dict]:
     """So many seeds from the settings' on; ``detect.jsonl`` in the folder grows with each.
 
@@ -264,7 +264,7 @@ def run(
     rows = [json.loads(text) for text in log.read_text().splitlines()] if log.exists() else []
     for seed in range(experiment.sr.seed, experiment.sr.seed + seeds):
         if not any(row["seed"] == seed for row in rows):
-            new = run_seed(experiment, backend, folder, seed, say)
+            new = run_seed(experiment, backend, folder, seed, log)
             with open(log, "a") as file:
                 file.writelines(f"{json.dumps(row)}\n" for row in new)
             rows += new

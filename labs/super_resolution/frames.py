@@ -9,9 +9,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from mshnet.data import augment, source
-from mshnet.data.feed import WHOLE, Part
+from mshnet.data.loader import WHOLE_BATCH, DataShard
 from mshnet.data.scenes import render_scene
-from mshnet.progress import progress
+from tpuscope.progress import progress
 
 TEST_START = 1_000_000  # index of the first built-in test scene, as in mshnet.data.scenes
 
@@ -82,7 +82,7 @@ class Crops(Dataset):
 class Steps(Sampler):
     """Keys of one batch a step, of the part that this process loads."""
 
-    def __init__(self, start: int, stop: int, batch_size: int, part: Part):
+    def __init__(self, start: int, stop: int, batch_size: int, part: DataShard):
         self.steps = range(start, stop)
         size = part.size(batch_size)
         self.slots = range(part.index * size, (part.index + 1) * size)
@@ -96,7 +96,7 @@ class Steps(Sampler):
 
 
 def crop_loader(
-    crops: Crops, start: int, stop: int, batch_size: int, part: Part = WHOLE
+    crops: Crops, start: int, stop: int, batch_size: int, part: DataShard = WHOLE_BATCH
 ) -> DataLoader:
     """Batches of steps ``start`` to ``stop``: lists of one tensor, uint8 (B, 1, size, size)."""
     return DataLoader(

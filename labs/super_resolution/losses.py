@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mshnet.errors import RequestError
 from mshnet.training import checkpoint
 from mshnet.training.step import DEVIATION, MEAN
+from tpuscope.errors import RequestError
 
 SEED = 11  # of the fixed features; part of the loss's definition
 

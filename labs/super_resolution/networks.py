@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mshnet.errors import RequestError
+from tpuscope.errors import RequestError
 
 SCALES = (2, 4)
 

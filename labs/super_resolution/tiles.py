@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mshnet.errors import RequestError
 from mshnet.training.backend import Backend
+from tpuscope.errors import RequestError
 
 from .networks import Generator
 
@@ -131,9 +131,9 @@ class Upscaler:
 
         @torch.no_grad()
         def step(tiles: Tensor) -> tuple[Tensor]:
-            return (backend.readable(generator(tiles)),)
+            return (backend.replicate_output(generator(tiles)),)
 
-        self._step = backend.repeated(step, [*generator.parameters(), *generator.buffers()])
+        self._step = backend.compile_step(step, [*generator.parameters(), *generator.buffers()])
 
     def __call__(self, frame: np.ndarray) -> np.ndarray:
         """uint8 (H, W) → uint8 (s·H, s·W)."""
@@ -141,5 +141,5 @@ class Upscaler:
         return np.rint(np.clip(made, 0, 1) * 255).astype(np.uint8)
 
     def _enlarge(self, tiles: Tensor) -> Tensor:
-        [made] = self._step(self._backend.put(tiles))
+        [made] = self._step(self._backend.to_device(tiles))
         return made.cpu()

@@ -30,13 +30,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Adam
 
-from mshnet.errors import RequestError
-from mshnet.progress import progress
 from mshnet.training import backend as backends
-from mshnet.training import checkpoint, folder
+from mshnet.training import checkpoint, run_dir
 from mshnet.training.backend import Backend
 from mshnet.training.config import DEVICES
-from mshnet.training.session import GO_ON, STOP, Session
+from mshnet.training.preemption import GO_ON, STOP, Session
+from tpuscope.errors import RequestError
+from tpuscope.progress import progress
 
 from . import frames as data
 from .losses import adversarial_loss, discriminator_loss, features, perceptual_loss
@@ -48,7 +48,7 @@ GENERATOR = "generator.pkl"
 CONTENT = "generator-content.pkl"  # as it was before the GAN began
 LOG = "losses.jsonl"
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def open_backend(device: str = "auto", tpu_cores: int = 1) -> Backend:
         RequestError: it is not there, or has fewer cores.
     """
     try:
-        return backends.choose(device, tpu_cores)
+        return backends.make_backend(device, tpu_cores)
     except RequestError as error:  # it speaks of the main command's flags
         text = str(error).replace("--num-cores", "--tpu-cores")
         raise RequestError(text.replace("--use-tpu", "--device tpu")) from error
@@ -182,7 +182,7 @@ class Gan:
                 network.load_state_dict(state[name])
             moments = state["optimizers"][name] if state else None
             fresh = _adam_state(network, self._adam, moments)
-            self.optimizers[name] = backend.place(network, self._adam, fresh)
+            self.optimizers[name] = backend.prepare(network, self._adam, fresh)
         backend.move(self.features)
 
     def _adam(self, network: nn.Module) -> Adam:
@@ -239,12 +239,14 @@ class Gan:
         return self._added(sums, pixel, perceptual, adversarial, of_discriminator, *judged)
 
     def repeated(self) -> tuple[Callable, Callable]:
-        """Both steps as :meth:`Backend.repeated <mshnet.training.backend.Backend.repeated>`."""
+        """Both steps, each compiled once (``Backend.compile_step``)."""
         state = [*self.features.parameters(), *self.features.buffers()]
         for name, network in self.networks.items():
             state += [*network.parameters(), *network.buffers()]
             state += [v for slots in self.optimizers[name].state.values() for v in slots.values()]
-        return tuple(self.backend.repeated(s, state) for s in (self.content_step, self.gan_step))
+        return tuple(
+            self.backend.compile_step(s, state) for s in (self.content_step, self.gan_step)
+        )
 
     def _update(self, name: str) -> None:
         self.backend.optimizer_step(self.optimizers[name])
@@ -253,7 +255,7 @@ class Gan:
     def _added(self, sums: Tensor, *losses: Tensor) -> tuple[Tensor]:
         rest = [torch.zeros_like(losses[0])] * (len(LOSSES) - len(losses))
         step = torch.stack([*(loss.detach() for loss in losses), *rest])
-        return (self.backend.readable(sums + step),)
+        return (self.backend.replicate_output(sums + step),)
 
 
 def _adam_state(network: nn.Module, make: Callable, moments: dict | None) -> dict:
@@ -343,11 +345,11 @@ class Run:
         settings, backend = self.settings, self.backend
         content, adversarial = self.gan.repeated()
         loader = data.crop_loader(
-            self._crops, self.step, settings.steps, settings.batch_size, backend.loads
+            self._crops, self.step, settings.steps, settings.batch_size, backend.input_shard
         )
-        self._sums = backend.put(self._sums)
+        self._sums = backend.to_device(self._sums)
         self._began = time.perf_counter()
-        bar = progress(backend.feed(loader), "train", settings.steps, initial=self.step)
+        bar = progress(backend.device_batches(loader), "train", settings.steps, initial=self.step)
         for [high] in bar:
             run = content if self.step < settings.content_steps else adversarial
             [self._sums] = run(high, self._sums)
@@ -359,7 +361,7 @@ class Run:
                 self.step % settings.log_every == 0
             ):
                 bar.set_postfix(self._log())
-            wanted = backend.agree(self.session.due())
+            wanted = backend.max_over_processes(self.session.due())
             if wanted != GO_ON and self.step < settings.steps:
                 self._save()
             if wanted == STOP:
@@ -379,7 +381,7 @@ class Run:
         record = {"step": self.step, "phase": "gan" if gan else "content"} | losses | counted
         record["steps_per_second"] = round(self._summed / took, 3)
         self.records.append(record)
-        self._sums = self.backend.put(torch.zeros(len(LOSSES)))
+        self._sums = self.backend.to_device(torch.zeros(len(LOSSES)))
         self._summed, self._began = 0, time.perf_counter()
         return {name: f"{value:.4f}" for name, value in losses.items()}
 
@@ -387,7 +389,7 @@ class Run:
         began = time.perf_counter()
         # All processes copy to the host, which may take part in a computation; one writes.
         content = checkpoint.to_host({**self.gan.state(), "sums": self._sums})
-        if self.backend.writer:
+        if self.backend.is_main_process:
             about = {"step": self.step, "summed": self._summed, "records": self.records}
             about["settings"] = dataclasses.asdict(self.settings)
             checkpoint.save_newest(content | about, self.folder)
@@ -397,7 +399,7 @@ class Run:
 
     def _save_generator(self, name: str) -> None:
         weights = checkpoint.to_host(self.gan.generator.state_dict())
-        if self.backend.writer:
+        if self.backend.is_main_process:
             about = {"settings": dataclasses.asdict(self.settings), "step": self.step}
             checkpoint.save({"generator": weights, **about}, self.folder / name)
 
@@ -426,14 +428,14 @@ def resumed(given: dict, run: str | Path | None) -> tuple[Settings, dict | None]
 
 
 def train(
-    given: dict, resume: str | Path | None = None, say: Say = print, stop=lambda: None
+    given: dict, resume: str | Path | None = None, log: Log = print, stop=lambda: None
 ) -> Run:
     """Train from settings, and save; the finished (or stopped) run.
 
     Args:
         given: settings by the field names of :class:`Settings`.
         resume: folder of a run to continue.
-        say: takes messages for people.
+        log: takes messages for people.
         stop: tells the name of a signal that asks to stop, or None.
 
     Raises:
@@ -441,12 +443,12 @@ def train(
     """
     settings, state = resumed(given, resume)
     backend = open_backend(settings.device, settings.tpu_cores)
-    say(f"device: {backend.label}")
+    log(f"device: {backend.label}")
     frames = [frame for frame, _ in data.pairs(settings.dataset_dir, "train", settings.size)]
     # Two checkpoints of two networks with two sums each are less than this.
-    folder.claim(settings.save_dir, 400_000_000, resuming=state is not None)
+    run_dir.claim(settings.save_dir, 400_000_000, resuming=state is not None)
     run = Run(settings, backend, frames, state, Session(settings.save_minutes, None, stop))
     rate = f"learning rate {run.gan.rate:g} for a batch of {settings.batch_size}"
-    say(f"{len(frames)} frames, {rate}; from step {run.step} to {settings.steps}")
+    log(f"{len(frames)} frames, {rate}; from step {run.step} to {settings.steps}")
     run.fit()
     return run

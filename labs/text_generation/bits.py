@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from mshnet.xla.report import Report, watch
+from tpuscope.monitor.watch import Report, watch
 
 FP8 = torch.float8_e4m3fn
 

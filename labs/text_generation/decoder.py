@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from mshnet.errors import RequestError
+from tpuscope.errors import RequestError
 
 logging.disable_progress_bar()  # of 20 tensors that are read
 

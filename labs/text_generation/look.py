@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mshnet.plots import Picture
-from mshnet.xla.layers import LayerReport, columns
-from mshnet.xla.report import Report, watch
+from tpuscope.monitor.layers import LayerReport, columns
+from tpuscope.monitor.watch import Report, watch
 
 from .ways import Way, forward, generate
 

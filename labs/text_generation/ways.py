@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, StaticCache
 from transformers.modeling_outputs import CausalLMOutputWithPast as CausalLMOutput
 
-from mshnet.errors import RequestError
-from mshnet.xla.replay import Replay
+from tpuscope.engine.compiled_step import CompiledStep
+from tpuscope.errors import RequestError
 
 from .decoder import END, PAD, decode, encode
 
@@ -182,7 +182,7 @@ class Replayed(Static):
 
     name = "replayed"
     _cache: StaticCache | None = None  # one for all requests: the program knows its tensors
-    _replay: Replay | None = None
+    _replay: CompiledStep | None = None
 
     def begin(self, ids: Tensor) -> None:
         """Take left-padded prompts, int64 (B, W), from the host."""
@@ -200,14 +200,14 @@ class Replayed(Static):
             for layer in self._cache.layers:
                 state += [layer.keys, layer.values, layer.cumulative_length]
             step = super()._decode
-            # A view would keep the tensor below it alive, which Replay takes for a stranger.
-            self._replay = Replay(lambda *batch: (step(*batch).clone(),), state)
+            # A view would keep the tensor below it alive, which CompiledStep takes for a stranger.
+            self._replay = CompiledStep(lambda *batch: (step(*batch).clone(),), state)
         return self._replay(token, ids)[0]
 
     @property
     def why(self) -> str | None:
         """Why the step is traced each time after all, or None."""
-        return self._replay and self._replay.why
+        return self._replay and self._replay.fallback_reason
 
 
 Way = Growing | Padded | Static

@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from ..errors import RequestError
+from tpuscope.errors import RequestError
+from tpuscope.progress import progress
+
 from ..metrics import regions
-from ..progress import progress
 from .layout import SPLITS, DataFolder, Sample
-from .store import read_sample
+from .sample_cache import read_sample
 
 SHOWN = 5  # names listed for each kind of finding
 

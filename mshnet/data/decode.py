@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from ..errors import RequestError
+from tpuscope.errors import RequestError
 
 # What Pillow raises for a file that is cut short, foreign or damaged.
 _UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError)

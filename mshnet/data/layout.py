@@ -12,7 +12,7 @@ masks may be png, bmp or jpg; a mask may be called ``NAME_pixels0`` as in the or
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import RequestError
+from tpuscope.errors import RequestError
 
 SUFFIXES = (".png", ".bmp", ".jpg", ".jpeg")
 SPLITS = ("train", "test")

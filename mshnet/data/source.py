@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
-from ..errors import RequestError
-from ..progress import someone_watches
+from tpuscope.errors import RequestError
+from tpuscope.progress import someone_watches
+
 from .layout import DataFolder
+from .sample_cache import SampleCache
 from .scenes import write_scenes
-from .store import SampleStore
 
 BUILT_IN = Path("datasets")  # where the built-in scenes are written, below the current folder
 TRAIN_SCENES, TEST_SCENES = 200, 50
@@ -30,13 +31,13 @@ def built_in_scenes(size: int) -> Path:
         ) from error
 
 
-def open_split(folder: str | Path, split: str, channels: int, cache: str) -> SampleStore:
+def open_split(folder: str | Path, split: str, channels: int, cache: str) -> SampleCache:
     """Read and check one split.
 
     Raises:
         RequestError: anything that training or testing would hit later.
     """
-    store = SampleStore(DataFolder(folder).samples(split), channels, cache, f"read {split} images")
+    store = SampleCache(DataFolder(folder).samples(split), channels, cache, f"read {split} images")
     if len(store.empty) == len(store):
         raise RequestError(
             f"no mask of the {split} split of {folder} holds a target; a pixel is target from half "
@@ -45,7 +46,7 @@ def open_split(folder: str | Path, split: str, channels: int, cache: str) -> Sam
     return store
 
 
-def describe(store: SampleStore, split: str) -> str:
+def describe(store: SampleCache, split: str) -> str:
     """One line for people: how many images, and what was unusual about their masks."""
     text = f"{split}: {len(store)} images"
     if store.touched:

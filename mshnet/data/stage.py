@@ -23,8 +23,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path, PurePosixPath
 
-from ..errors import RequestError
-from ..progress import progress as bar
+from tpuscope.errors import RequestError
+from tpuscope.progress import progress as bar
+
 from .layout import SUFFIXES, DataFolder
 
 ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz")

@@ -11,17 +11,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from .. import lanes
-from ..data.feed import WHOLE, Part
-from ..errors import RequestError
-from ..xla import runtime
-from ..xla.launch import Replicas
-from ..xla.replay import Replay
-from ..xla.runtime import Counters
-from ..xla.spmd import DataMesh
+from tpuscope.engine import torch_xla as runtime
+from tpuscope.engine.compiled_step import CompiledStep
+from tpuscope.engine.replicas import Replicas
+from tpuscope.engine.spmd import DataMesh
+from tpuscope.engine.torch_xla import Counters
+from tpuscope.errors import RequestError
+
+from .. import model_tpu
+from ..data.loader import WHOLE_BATCH, DataShard
 from .config import Config
-from .folder import require_writable
-from .memory import keep_freed_memory
+from .malloc import keep_freed_memory
+from .run_dir import require_writable
 
 Step = Callable[..., tuple[Tensor, ...]]
 
@@ -37,17 +38,17 @@ class Backend:
         device: where the model and the batches live.
         label: for people, such as ``"cuda: NVIDIA L4"``.
         cores: that share a global batch, on all hosts.
-        loads: what this process loads of every global batch.
-        holds: what it gets back of every global batch.
-        writer: whether this process writes the run's files; one of all does.
-        agree_every: steps between two calls of :meth:`agree` in a training.
+        input_shard: what this process input_shard of every global batch.
+        output_shard: what it gets back of every global batch.
+        is_main_process: whether this process writes the run's files; one of all does.
+        agreement_interval: steps between two calls of :meth:`max_over_processes` in a training.
     """
 
     cores = 1
-    loads: Part = WHOLE
-    holds: Part = WHOLE
-    writer = True
-    agree_every = 1
+    input_shard: DataShard = WHOLE_BATCH
+    output_shard: DataShard = WHOLE_BATCH
+    is_main_process = True
+    agreement_interval = 1
     # Of kernels, and so of all maps: convolutions of CPUs and GPUs want the channels innermost.
     memory_format = torch.channels_last
 
@@ -56,9 +57,9 @@ class Backend:
         self.label = label
         self.precision = precision
 
-    def fold(self, config: Config) -> int:
+    def default_fold(self, config: Config) -> int:
         """How the network is to compute here, for ``MSHNet.fold``."""
-        return config.fold or 0
+        return config.space_to_depth or 0
 
     def move(self, module: nn.Module) -> None:
         """Move a module to the device, in place.
@@ -74,7 +75,7 @@ class Backend:
         for m, count in zip(counted, counts, strict=True):
             m.num_batches_tracked = count
 
-    def place(
+    def prepare(
         self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer], state: dict | None
     ) -> Optimizer:
         """Move the model to the device and give it an optimizer.
@@ -92,12 +93,12 @@ class Backend:
         optimizer.load_state_dict(state)
         return optimizer
 
-    def feed(self, loader: DataLoader) -> Iterable[list[Tensor]]:
+    def device_batches(self, loader: DataLoader) -> Iterable[list[Tensor]]:
         """The loader's batches, on the device."""
         for batch in loader:
             yield [tensor.to(self.device, non_blocking=True) for tensor in batch]
 
-    def put(self, tensor: Tensor) -> Tensor:
+    def to_device(self, tensor: Tensor) -> Tensor:
         """One host tensor on the device, as data.
 
         At least one dimension: torch_xla makes a 0-dimensional 0 or 1 a constant of the graph,
@@ -116,14 +117,14 @@ class Backend:
         """Update the weights, with the gradients of the whole global batch."""
         optimizer.step()
 
-    def end_step(self) -> None:
+    def sync(self) -> None:
         """Where a step ends."""
 
-    def repeated(self, step: Step, state: Iterable[Tensor]) -> Step:
+    def compile_step(self, step: Step, state: Iterable[Tensor]) -> Step:
         """A step that will run many times, and ends itself.
 
         Args:
-            step: from tensors on the device to a tuple of such, without :meth:`end_step`. What
+            step: from tensors on the device to a tuple of such, without :meth:`sync`. What
                 differs from one run to the next has to be an argument.
             state: what else it reads and changes: parameters, buffers, the optimizer's sums, and
                 the counts that it raises on the host.
@@ -131,20 +132,20 @@ class Backend:
 
         def run(*batch: Tensor) -> tuple[Tensor, ...]:
             results = step(*batch)
-            self.end_step()
+            self.sync()
             return results
 
         return run
 
-    def readable(self, tensor: Tensor) -> Tensor:
+    def replicate_output(self, tensor: Tensor) -> Tensor:
         """A result that this process will read, made so that it can."""
         return tensor
 
-    def sum(self, values: Tensor) -> Tensor:
+    def sum_over_processes(self, values: Tensor) -> Tensor:
         """Host vectors (N,) of all processes that hold different parts, added up."""
         return values
 
-    def agree(self, value: int) -> int:
+    def max_over_processes(self, value: int) -> int:
         """The largest value of all processes; they have to ask at the same steps."""
         return value
 
@@ -209,21 +210,21 @@ class XlaBackend(Backend):
             runtime.enable_compile_cache(compile_cache)
         super().__init__(runtime.device(), runtime.describe(), precision)
 
-    def fold(self, config: Config) -> int:
-        if config.fold is None and runtime.requested_platform() == "TPU":
-            return lanes.wanted(config.batch_size // self.cores)
-        return super().fold(config)
+    def default_fold(self, config: Config) -> int:
+        if config.space_to_depth is None and runtime.requested_platform() == "TPU":
+            return model_tpu.default_fold(config.batch_size // self.cores)
+        return super().default_fold(config)
 
-    def feed(self, loader: DataLoader) -> Iterable[list[Tensor]]:
-        return runtime.DeviceFeed(loader, self.device)
+    def device_batches(self, loader: DataLoader) -> Iterable[list[Tensor]]:
+        return runtime.DeviceLoader(loader, self.device)
 
-    def end_step(self) -> None:
-        runtime.end_step()
+    def sync(self) -> None:
+        runtime.sync()
 
-    def repeated(self, step: Step, state: Iterable[Tensor]) -> Step:
+    def compile_step(self, step: Step, state: Iterable[Tensor]) -> Step:
         state = list(state)
         on_device = [tensor for tensor in state if tensor.device.type == "xla"]
-        return Replay(step, on_device, [t for t in state if t.device.type != "xla"])
+        return CompiledStep(step, on_device, [t for t in state if t.device.type != "xla"])
 
     def counters(self) -> Counters:
         return runtime.counters()
@@ -243,44 +244,44 @@ class SpmdBackend(XlaBackend):
         self.mesh = DataMesh()
         super().__init__(precision, compile_cache)
         self.cores = self.mesh.cores
-        self.loads = Part(self.mesh.host, self.mesh.hosts)
-        self.writer = self.mesh.host == 0
-        self.agree_every = 1 if self.mesh.hosts == 1 else 10
+        self.input_shard = DataShard(self.mesh.host, self.mesh.hosts)
+        self.is_main_process = self.mesh.host == 0
+        self.agreement_interval = 1 if self.mesh.hosts == 1 else 10
 
     def move(self, module: nn.Module) -> None:
         super().move(module)
         state = [*module.parameters(), *module.buffers()]
         self.mesh.replicate(tensor for tensor in state if tensor.device.type == "xla")
 
-    def place(
+    def prepare(
         self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer], state: dict | None
     ) -> Optimizer:
-        optimizer = super().place(model, make_optimizer, state)
+        optimizer = super().prepare(model, make_optimizer, state)
         values = [v for slots in optimizer.state.values() for v in slots.values()]
         self.mesh.replicate(v for v in values if v.device.type == "xla")
         return optimizer
 
-    def feed(self, loader: DataLoader) -> Iterable[list[Tensor]]:
-        return runtime.DeviceFeed(loader, self.device, self.mesh.split(4))
+    def device_batches(self, loader: DataLoader) -> Iterable[list[Tensor]]:
+        return runtime.DeviceLoader(loader, self.device, self.mesh.split(4))
 
-    def put(self, tensor: Tensor) -> Tensor:
-        placed = super().put(tensor)
+    def to_device(self, tensor: Tensor) -> Tensor:
+        placed = super().to_device(tensor)
         self.mesh.replicate([placed])
         return placed
 
-    def repeated(self, step: Step, state: Iterable[Tensor]) -> Step:
+    def compile_step(self, step: Step, state: Iterable[Tensor]) -> Step:
         # Under SPMD torch_xla gives what a program has read another number, so that a program's
-        # arguments cannot be found again (mshnet/xla/replay.py).
-        return Backend.repeated(self, step, state)
+        # arguments cannot be found again (tpuscope/engine/compiled_step.py).
+        return Backend.compile_step(self, step, state)
 
-    def readable(self, tensor: Tensor) -> Tensor:
+    def replicate_output(self, tensor: Tensor) -> Tensor:
         # A host can read only what one of its cores holds, so every core gets the whole tensor.
         # A result of its own, because an input's sharding is fixed.
         whole = tensor * 1
         self.mesh.replicate([whole])
         return whole
 
-    def agree(self, value: int) -> int:
+    def max_over_processes(self, value: int) -> int:
         return self.mesh.largest(value)
 
 
@@ -298,14 +299,14 @@ class ReplicaBackend(XlaBackend):
         self.replicas = replicas
         self.cores = replicas.count
         self.label = f"{self.label.split(',')[0]}, {replicas.count} replicas"
-        self.loads = self.holds = Part(replicas.ordinal, replicas.count)
-        self.writer = replicas.ordinal == 0
-        self.agree_every = 10
+        self.input_shard = self.output_shard = DataShard(replicas.ordinal, replicas.count)
+        self.is_main_process = replicas.ordinal == 0
+        self.agreement_interval = 10
 
-    def place(
+    def prepare(
         self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer], state: dict | None
     ) -> Optimizer:
-        optimizer = super().place(model, make_optimizer, state)
+        optimizer = super().prepare(model, make_optimizer, state)
         values = [*model.parameters(), *model.buffers()]
         values += [v for slots in optimizer.state.values() for v in slots.values()]
         self.replicas.broadcast(v for v in values if v.device.type == "xla")
@@ -314,14 +315,14 @@ class ReplicaBackend(XlaBackend):
     def optimizer_step(self, optimizer: Optimizer) -> None:
         self.replicas.optimizer_step(optimizer)
 
-    def repeated(self, step: Step, state: Iterable[Tensor]) -> Step:
+    def compile_step(self, step: Step, state: Iterable[Tensor]) -> Step:
         # Virtual replicas reduce on the host, in the middle of a step.
-        return Backend.repeated(self, step, state)
+        return Backend.compile_step(self, step, state)
 
-    def sum(self, values: Tensor) -> Tensor:
+    def sum_over_processes(self, values: Tensor) -> Tensor:
         return self.replicas.gather(values).sum(0)
 
-    def agree(self, value: int) -> int:
+    def max_over_processes(self, value: int) -> int:
         return int(self.replicas.gather(torch.tensor([value])).max())
 
     def replica_state(self, model: nn.Module) -> Tensor:
@@ -361,7 +362,7 @@ def _statistics(model: nn.Module) -> list[Tensor]:
     return [buffer for buffer in model.buffers() if buffer.device.type == "xla"]
 
 
-def locate(device: str = "auto", num_cores: int = 1, strategy: str = "spmd") -> str:
+def resolve_device(device: str = "auto", num_cores: int = 1, strategy: str = "spmd") -> str:
     """Where a request will run; nothing is opened.
 
     Args:
@@ -455,7 +456,7 @@ def _require_whole_slice(num_cores: int, strategy: str) -> None:
         )
 
 
-def choose(
+def make_backend(
     device: str = "auto",
     num_cores: int = 1,
     precision: str = "fp32",
@@ -465,11 +466,12 @@ def choose(
     """Open the backend for a request.
 
     Args:
-        device: see :func:`locate`.
+        device: see :func:`resolve_device`.
         num_cores: cores of this machine to train on.
         precision: ``"fp32"`` or ``"bf16"`` (autocast).
         compile_cache: folder for compiled programs; XLA only.
-        replicas: in a process that :func:`mshnet.xla.launch.launch` started, what it was given.
+        replicas: in a process that :func:`tpuscope.engine.replicas.launch` started, what it was
+        given.
 
     Raises:
         RequestError: the device is not there, or has fewer cores.
@@ -478,7 +480,7 @@ def choose(
         if compile_cache:  # torch_xla writes a program's file in place: each replica has its own
             compile_cache = str(Path(compile_cache) / f"replica-{replicas.ordinal}")
         return ReplicaBackend(replicas, precision, compile_cache)
-    place = locate(device, num_cores)
+    place = resolve_device(device, num_cores)
     if place.startswith("xla:"):
         if compile_cache:
             require_writable("--compile-cache", Path(compile_cache))

@@ -30,15 +30,15 @@ class Backup:
     Args:
         folder: the run's folder, on the local disk.
         target: where the copy goes; made if needed. That it cannot be written is said, no more.
-        say: takes a line for people; called from another thread.
+        log: takes a line for people; called from another thread.
         retry: seconds between attempts while something is wrong.
     """
 
     def __init__(
-        self, folder: Path, target: Path, say: Callable[[str], None] = print, retry: float = 30.0
+        self, folder: Path, target: Path, log: Callable[[str], None] = print, retry: float = 30.0
     ):
         self.folder, self.target = Path(folder), Path(target)
-        self._say = say
+        self._log = log
         self._retry = retry
         self._verified: dict[str, tuple] = {}  # name → state of the local file that has arrived
         self._trouble: str | None = None
@@ -69,7 +69,7 @@ class Backup:
             self._wake.notify()
         self._thread.join(min(SOON, patience))
         if self._thread.is_alive() and patience > SOON:
-            self._say(f"backup to {self.target}: copying, for {patience - SOON:.0f} s more at most")
+            self._log(f"backup to {self.target}: copying, for {patience - SOON:.0f} s more at most")
             self._thread.join(patience - SOON)
         late = self._thread.is_alive()
         # Asked of the local disk and of memory alone: the target may hang.
@@ -79,12 +79,12 @@ class Backup:
             reason = (
                 f"not done after {patience:.0f} s" if late else self._trouble or "changed since"
             )
-            self._say(
+            self._log(
                 f"backup: not in {self.target}: {', '.join(missing)} ({reason}); "
                 f"they are in {self.folder}"
             )
         else:
-            self._say(f"backup: complete in {self.target}")
+            self._log(f"backup: complete in {self.target}")
         return missing
 
     def _run(self) -> None:
@@ -110,7 +110,7 @@ class Backup:
         except OSError as error:
             trouble = error.strerror or str(error)
         if trouble != self._trouble and not self._closing:  # close() has the last word
-            self._say(
+            self._log(
                 f"backup to {self.target}: {trouble}; training goes on, the run is whole in "
                 f"{self.folder}; trying again"
                 if trouble

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import RequestError
+from tpuscope.errors import RequestError
 
 CHECKPOINT = "checkpoint.pkl"
 PREVIOUS = "checkpoint.previous.pkl"  # the one before, should the newest be damaged

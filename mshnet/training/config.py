@@ -5,8 +5,9 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from ..data.store import CACHES
-from ..errors import RequestError
+from tpuscope.errors import RequestError
+
+from ..data.sample_cache import CACHES
 from ..model import FOLDS
 
 DEVICES = ("auto", "tpu", "cuda", "cpu")
@@ -43,7 +44,9 @@ class Config:
     num_cores: int = 1  # of this machine
     strategy: str = "spmd"  # how several cores share the work
     precision: str = "fp32"
-    fold: int | None = None  # how the network computes, see MSHNet.fold; None: as suits the device
+    space_to_depth: int | None = (
+        None  # columns stored as channels, see MSHNet.fold; None: by device
+    )
     channels: int = 1  # kept of each image; one is repeated for the network's three
     cache: str = "ram"
     workers: int = dataclasses.field(default_factory=default_workers)
@@ -89,7 +92,7 @@ class Config:
             ("strategy", STRATEGIES),
             ("cache", CACHES),
             ("channels", (1, 3)),
-            ("fold", (None, *FOLDS)),
+            ("space_to_depth", (None, *FOLDS)),
         ):
             if getattr(self, name) not in choices:
                 named = (str(choice) for choice in choices if choice is not None)

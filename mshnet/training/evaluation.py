@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ..data.bits import unpack
+from tpuscope.progress import progress
+
+from ..data.bitmask import unpack
 from ..metrics import DetectionMetrics
-from ..progress import progress
 from .backend import Backend, Step
 from .config import Config
 from .step import Normalize, evaluation_step
@@ -22,10 +23,10 @@ def repeated_evaluation(model: nn.Module, normalize: Normalize, backend: Backend
 
     def step(images: Tensor, masks: Tensor, phase: Tensor) -> tuple[Tensor, Tensor]:
         logits = evaluation_step(model, normalize, backend, images, phase)
-        return backend.readable(logits), backend.readable(masks)
+        return backend.replicate_output(logits), backend.replicate_output(masks)
 
     state = [*model.parameters(), *model.buffers(), *normalize.buffers()]
-    return backend.repeated(step, state)
+    return backend.compile_step(step, state)
 
 
 def predict_batches(
@@ -39,9 +40,9 @@ def predict_batches(
     Args:
         step: of :func:`repeated_evaluation`; its model is in evaluation mode.
     """
-    phase = backend.put(torch.tensor([full]))
+    phase = backend.to_device(torch.tensor([full]))
     waiting = None
-    for images, masks in backend.feed(loader):
+    for images, masks in backend.device_batches(loader):
         pair = step(images, masks, phase)
         if waiting is not None:
             yield _fetch(waiting)
@@ -79,7 +80,7 @@ def evaluate(
     model.eval()
     step = step or repeated_evaluation(model, normalize, backend)
     batches = predict_batches(step, backend, loader, full)
-    first = backend.holds.index * backend.holds.size(batch_size)
+    first = backend.output_shard.index * backend.output_shard.size(batch_size)
     for logits, masks in progress(batches, "evaluate", len(loader)):
         count = min(max(len(dataset) - first, 0), len(logits))  # the rest are blanks
         if count:
@@ -87,7 +88,7 @@ def evaluate(
             if look:
                 look(first, logits[:count])
         first += batch_size
-    metrics.unpack(backend.sum(metrics.pack()))
+    metrics.unpack(backend.sum_over_processes(metrics.pack()))
     return metrics
 
 

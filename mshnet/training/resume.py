@@ -4,8 +4,9 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
+from tpuscope.errors import RequestError
+
 from ..data.stage import DRIVE, MOUNT_DRIVE
-from ..errors import RequestError
 from . import checkpoint
 from .backup import is_remote, restore
 from .config import Config
@@ -14,7 +15,7 @@ AUTO = "auto"  # --resume auto: continue if there is something to continue
 
 # What a run may do differently after an interruption and still be the same run.
 _MAY_CHANGE = (
-    "fold",
+    "space_to_depth",
     "dataset_dir",
     "stage",
     "epochs",
@@ -34,14 +35,14 @@ _OF_A_SESSION = ("workers", "weight_path", "max_minutes")
 
 
 def settings(
-    given: dict, resume: str | None, say: Callable[[str], None]
+    overrides: dict, resume: str | None, log: Callable[[str], None]
 ) -> tuple[Config, Path | None, dict | None]:
     """The settings of a run, and the checkpoint that it continues.
 
     Args:
-        given: settings by name.
+        overrides: settings by name.
         resume: None, ``"auto"``, or a run's folder, its backup's, or a checkpoint file.
-        say: takes messages for people.
+        log: takes messages for people.
 
     Returns:
         The settings (``save_dir`` is a local folder), the checkpoint's path in that folder and its
@@ -51,19 +52,19 @@ def settings(
         RequestError: there is nothing to resume, or it cannot be resumed like this.
     """
     _require_mounted("--resume", resume)
-    given = _with_local_folder(given, say)
+    overrides = _with_local_folder(overrides, log)
     if resume is None:
-        return Config(**given), None, None
+        return Config(**overrides), None, None
     if resume == AUTO:
-        folders = [Path(given[name]) for name in ("save_dir", "backup") if given.get(name)]
+        folders = [Path(overrides[name]) for name in ("save_dir", "backup") if overrides.get(name)]
         if not folders:
             raise RequestError(
                 "--resume auto looks for a checkpoint in --save-dir and --backup; name a folder "
                 "that stays the same from session to session"
             )
     elif is_remote(Path(resume)) and Path(resume).is_dir():
-        given = _with_local_folder({"save_dir": resume} | given, say) | {"backup": resume}
-        folders = [Path(given["save_dir"]), Path(resume)]
+        overrides = _with_local_folder({"save_dir": resume} | overrides, log) | {"backup": resume}
+        folders = [Path(overrides["save_dir"]), Path(resume)]
     else:
         path = Path(resume)
         if not path.exists():
@@ -73,21 +74,21 @@ def settings(
         found, state, damaged = Path(resume), checkpoint.load(resume), []
     else:
         found, state, damaged = checkpoint.newest(folders)
-        given = {"backup": _recorded(state).get("backup")} | given
-        if given["backup"] and Path(given["backup"]) not in folders:
-            folders.append(Path(given["backup"]))
+        overrides = {"backup": _recorded(state).get("backup")} | overrides
+        if overrides["backup"] and Path(overrides["backup"]) not in folders:
+            folders.append(Path(overrides["backup"]))
             found, state, damaged = checkpoint.newest(folders)
     if len(folders) == 2:
         _require_one_run(*folders)
     for path in damaged:
-        say(f"{path} is damaged or incomplete, and is passed over")
+        log(f"{path} is damaged or incomplete, and is passed over")
     if found is None:
-        return _nothing_found(given, resume, folders, damaged, say)
+        return _nothing_found(overrides, resume, folders, damaged, log)
     _require_training_state(resume, found, state)
-    local = Path(given.get("save_dir") or folders[0])
+    local = Path(overrides.get("save_dir") or folders[0])
     if resume != AUTO and found.parent == folders[0]:
         local = folders[0]
-    config = _merged(given, resume, found, state, local)
+    config = _merged(overrides, resume, found, state, local)
     if found.parent != local:
         try:
             # What is there belongs to an earlier position: best weights of another epoch, say.
@@ -121,14 +122,14 @@ def _require_one_run(local: Path, backup: Path) -> None:
         )
 
 
-def _with_local_folder(given: dict, say: Callable[[str], None]) -> dict:
+def _with_local_folder(overrides: dict, log: Callable[[str], None]) -> dict:
     """A ``--save-dir`` on a network drive becomes the backup of a local folder."""
     for name in ("save_dir", "backup"):
-        _require_mounted(f"--{name.replace('_', '-')}", given.get(name))
-    save_dir = given.get("save_dir")
+        _require_mounted(f"--{name.replace('_', '-')}", overrides.get(name))
+    save_dir = overrides.get("save_dir")
     if not save_dir or not is_remote(Path(save_dir)):
-        return given
-    if given.get("backup"):
+        return overrides
+    if overrides.get("backup"):
         raise RequestError(
             f"--save-dir {save_dir} is on a network drive, so it is the backup of a local folder "
             "already; leave --backup out, or name a local --save-dir"
@@ -136,8 +137,8 @@ def _with_local_folder(given: dict, say: Callable[[str], None]) -> dict:
     # Runs of the same name in different folders of Drive are different runs.
     place = hashlib.sha256(str(Path(save_dir).resolve()).encode()).hexdigest()[:6]
     local = Path("weight") / f"{Path(save_dir).name}-{place}"
-    say(f"{save_dir} is on a network drive: the run lives in {local} and is copied there")
-    return given | {"save_dir": str(local), "backup": str(save_dir)}
+    log(f"{save_dir} is on a network drive: the run lives in {local} and is copied there")
+    return overrides | {"save_dir": str(local), "backup": str(save_dir)}
 
 
 def _require_mounted(flag: str, path: str | None) -> None:
@@ -151,7 +152,11 @@ def _require_mounted(flag: str, path: str | None) -> None:
 
 
 def _nothing_found(
-    given: dict, resume: str, folders: list[Path], damaged: list[Path], say: Callable[[str], None]
+    overrides: dict,
+    resume: str,
+    folders: list[Path],
+    damaged: list[Path],
+    log: Callable[[str], None],
 ) -> tuple[Config, None, None]:
     where = " and ".join(map(str, folders))
     if damaged:
@@ -164,8 +169,8 @@ def _nothing_found(
             f"--resume {resume}: there is no {folders[0] / checkpoint.CHECKPOINT}; "
             "name the folder of a run"
         )
-    say(f"--resume auto: no checkpoint in {where} yet, a new run begins")
-    return Config(**given), None, None
+    log(f"--resume auto: no checkpoint in {where} yet, a new run begins")
+    return Config(**overrides), None, None
 
 
 def _recorded(state: dict) -> dict:
@@ -181,19 +186,19 @@ def _require_training_state(resume: str, path: Path, state: dict) -> None:
         )
 
 
-def _merged(given: dict, resume: str, path: Path, state: dict, local: Path) -> Config:
+def _merged(overrides: dict, resume: str, path: Path, state: dict, local: Path) -> Config:
     """The checkpoint's settings, with what may differ taken from the request."""
     try:
         saved = {k: v for k, v in state["config"].items() if k not in _OF_A_SESSION}
         own = Config.from_dict(saved | {"save_dir": str(local)}).as_dict()
-        config = Config.from_dict(saved | given | {"save_dir": str(local)})
+        config = Config.from_dict(saved | overrides | {"save_dir": str(local)})
         done = int(state["epoch"]) + 1
     except (AttributeError, TypeError, ValueError) as error:
         if isinstance(error, RequestError):
             raise
         raise RequestError(f"--resume {resume}: {path} is damaged ({error})") from error
     wanted = config.as_dict()
-    for name, value in given.items():
+    for name, value in overrides.items():
         same = wanted[name] == own[name]
         if name == "save_dir":
             same = Path(value).resolve() == local.resolve()

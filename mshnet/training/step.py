@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..data.bits import unpack
+from ..data.bitmask import unpack
 from ..loss import SLSIoULoss, multiscale_loss
 from .backend import Backend, Step
 
@@ -45,7 +45,7 @@ def train_step(
 
     Args:
         images: uint8, (B, C, H, W), on the device.
-        masks: of :func:`mshnet.data.bits.pack`, uint8, (B, 1, H/8, W), on the device.
+        masks: of :func:`mshnet.data.bitmask.pack`, uint8, (B, 1, H/8, W), on the device.
 
     Returns:
         The loss, a float32 scalar that stays on the device.
@@ -70,7 +70,7 @@ def summed_step(
     warm_epoch: int,
     epoch: int,
 ) -> tuple[Step, list[Tensor]]:
-    """:func:`train_step` for :meth:`~mshnet.training.backend.Backend.repeated`.
+    """:func:`train_step` for :meth:`~mshnet.training.backend.Backend.compile_step`.
 
     Returns:
         The step, from images, masks and the sum of the losses so far, float32 (1,), to that sum
@@ -81,7 +81,7 @@ def summed_step(
         loss = train_step(
             model, normalize, criterion, optimizer, backend, images, masks, warm_epoch, epoch
         )
-        return (backend.readable(total + loss),)
+        return (backend.replicate_output(total + loss),)
 
     state = [*model.parameters(), *model.buffers(), *normalize.buffers()]
     return step, state + [value for slots in optimizer.state.values() for value in slots.values()]

@@ -9,17 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adagrad
 
-from ..data.feed import EvaluationSet, TrainingSet, evaluation_loader, training_loader
-from ..data.store import SampleStore
-from ..errors import RequestError
+from tpuscope.errors import RequestError
+from tpuscope.progress import progress
+
+from ..data.loader import EvaluationSet, TrainingSet, evaluation_loader, training_loader
+from ..data.sample_cache import SampleCache
 from ..loss import SLSIoULoss
 from ..model import MSHNet
-from ..progress import progress
-from . import checkpoint, folder
+from . import checkpoint, run_dir
 from .backend import Backend
 from .config import Config
 from .evaluation import evaluate, repeated_evaluation
-from .session import GO_ON, STOP, Session
+from .preemption import GO_ON, STOP, Session
 from .step import Normalize, summed_step
 
 LOG_EVERY = 10  # steps between two looks at the loss
@@ -55,8 +56,8 @@ class Trainer:
         self,
         config: Config,
         backend: Backend,
-        train: SampleStore,
-        test: SampleStore,
+        train: SampleCache,
+        test: SampleCache,
         run_folder: Path,
         resume: dict | None = None,
         session: Session | None = None,
@@ -78,19 +79,19 @@ class Trainer:
 
         torch.manual_seed(config.seed)
         self.model = MSHNet(widths=config.widths, depths=config.depths)
-        self.model.fold = backend.fold(config)
+        self.model.fold = backend.default_fold(config)
         if resume:
             checkpoint.fill(self.model, resume["net"], run_folder / checkpoint.CHECKPOINT)
             self.best = resume["best"]
             if self.best:
                 path = run_folder / checkpoint.WEIGHTS
                 self.best_weights = checkpoint.weights_of(checkpoint.load(path), path)
-            self.records = folder.read_log(run_folder, before=self.epoch)
+            self.records = run_dir.read_log(run_folder, before=self.epoch)
             self._total = resume.get("loss_sum", self._total)
             self._seconds = resume.get("seconds", 0.0)
         elif config.weight_path:
             checkpoint.load_weights(self.model, config.weight_path)
-        self.optimizer = backend.place(
+        self.optimizer = backend.prepare(
             self.model,
             lambda model: Adagrad(model.parameters(), lr=config.lr),
             _optimizer_state(resume, config.lr),
@@ -101,7 +102,7 @@ class Trainer:
         parts = self.model, self.normalize, self.criterion, self.optimizer, backend
         last = config.warm_epoch  # of the warm-up
         self._steps = {
-            full: backend.repeated(*summed_step(*parts, last, last + full))
+            full: backend.compile_step(*summed_step(*parts, last, last + full))
             for full in (False, True)
         }
         self._evaluation = repeated_evaluation(self.model, self.normalize, backend)
@@ -113,21 +114,21 @@ class Trainer:
 
         train_set = TrainingSet(train, config.base_size, config.crop_size, config.seed)
         self.train_loader = training_loader(
-            train_set, config.batch_size, config.workers, backend.loads
+            train_set, config.batch_size, config.workers, backend.input_shard
         )
         self.steps = len(self.train_loader)  # of a whole epoch
         test_set = EvaluationSet(test, config.base_size)
         # Resizing is a small part of evaluation: workers of its own would only take memory.
-        self.test_loader = evaluation_loader(test_set, config.batch_size, 0, backend.loads)
-        if backend.writer:
-            folder.write_config(run_folder, config)
-            folder.rewrite_log(run_folder, self.records)
+        self.test_loader = evaluation_loader(test_set, config.batch_size, 0, backend.input_shard)
+        if backend.is_main_process:
+            run_dir.write_config(run_folder, config)
+            run_dir.rewrite_log(run_folder, self.records)
 
-    def fit(self, say: Callable[[str], None] = print) -> dict | None:
+    def fit(self, log: Callable[[str], None] = print) -> dict | None:
         """Train the epochs that are left, or until the session ends.
 
         Args:
-            say: takes a line for people after each epoch.
+            log: takes a line for people after each epoch.
 
         Returns:
             The best epoch's record, its line of ``metrics.jsonl``; None before the first.
@@ -138,7 +139,7 @@ class Trainer:
                 break
             self.records.append(record)
             self._save_epoch(record)
-            say(_epoch_line(record, self.config.epochs))
+            log(_epoch_line(record, self.config.epochs))
             if self.epoch < self.config.epochs and self._ask() == STOP:
                 self.stopped = self.session.reason()
         return self.best
@@ -162,11 +163,14 @@ class Trainer:
         self._evaluation_seconds = time.perf_counter() - start - trained
         corrected, official = metrics.compute("corrected"), metrics.compute("official")
         counted = self.backend.counters() - before
-        parts = self.backend.holds.count
+        parts = self.backend.output_shard.count
         return {
             "epoch": self.epoch,
             "phase": "full" if full else "warm-up",
-            "loss": self.backend.sum(torch.tensor([loss], dtype=torch.float64)).item() / parts,
+            "loss": self.backend.sum_over_processes(
+                torch.tensor([loss], dtype=torch.float64)
+            ).item()
+            / parts,
             **{key: corrected[key] for key in ("iou", "niou", "pixel_accuracy", "pd", "fa")},
             "fa_official": official["fa"],
             "seconds": round(self._seconds + time.perf_counter() - start, 3),
@@ -181,10 +185,10 @@ class Trainer:
         self.model.train()
         batches = self.train_loader.batch_sampler
         batches.epoch, batches.start = self.epoch, self.step
-        total = seen = self.backend.put(self._total)
+        total = seen = self.backend.to_device(self._total)
         seen_at = first = self.step
         bar = progress(
-            self.backend.feed(self.train_loader),
+            self.backend.device_batches(self.train_loader),
             f"epoch {self.epoch + 1}/{self.config.epochs}",
             self.steps,
             initial=first,
@@ -199,7 +203,7 @@ class Trainer:
                 if seen_at > first:
                     bar.set_postfix(loss=f"{seen.item() / seen_at:.4f}")
                 seen, seen_at = total, self.step
-            if self.step % self.backend.agree_every == 0 and self.step < self.steps:
+            if self.step % self.backend.agreement_interval == 0 and self.step < self.steps:
                 wanted = self._ask()
                 if wanted != GO_ON:
                     self._total = total
@@ -213,7 +217,7 @@ class Trainer:
 
     def _ask(self, next_seconds: float = 0.0) -> int:
         """What the session wants, the same answer in every process."""
-        return self.backend.agree(self.session.due(next_seconds))
+        return self.backend.max_over_processes(self.session.due(next_seconds))
 
     def _stop(self, start: float) -> None:
         self._save_position(start)
@@ -225,7 +229,10 @@ class Trainer:
         replica_state = self.backend.replica_state(self.model)
         host = checkpoint.to_host(self.model.state_dict())
         host |= self.backend.mean_statistics(self.model, replica_state)
-        losses = self.backend.sum(self._total.cpu().double()) / self.backend.holds.count
+        losses = (
+            self.backend.sum_over_processes(self._total.cpu().double())
+            / self.backend.output_shard.count
+        )
         self._write(
             host,
             full=self.epoch > self.config.warm_epoch,
@@ -244,13 +251,13 @@ class Trainer:
         digest = _digest(host)
         self.backend.check_same(digest)
         record["weights"] = digest.hex()[:16]
-        if self.backend.writer:
-            folder.append_log(self.folder, record)
+        if self.backend.is_main_process:
+            run_dir.append_log(self.folder, record)
         about = {"full": record["phase"] == "full", "epoch": self.epoch, "iou": record["iou"]}
         if self.best is None or not self.best["iou"] >= record["iou"]:  # NaN: never kept
             self.best = record
             self.best_weights = {name: value.clone() for name, value in host.items()}
-            if self.backend.writer:
+            if self.backend.is_main_process:
                 # Weights first: a checkpoint never speaks of a best that is not on disk.
                 content = {"state_dict": host, **about, "config": self.config.as_dict()}
                 checkpoint.save(content, self.folder / checkpoint.WEIGHTS)
@@ -261,7 +268,7 @@ class Trainer:
     def _write(self, host: dict[str, Tensor], **about) -> None:
         # By all, like the weights before: a copy runs what is pending, which all may take part in.
         optimizer = checkpoint.to_host(self.optimizer.state_dict())
-        if not self.backend.writer:
+        if not self.backend.is_main_process:
             return
         rng = {"host": torch.get_rng_state(), "device": self.backend.rng_state()}
         content = {"net": host, "optimizer": optimizer, "best": self.best, "rng": rng, **about}
@@ -277,7 +284,7 @@ class Trainer:
         # The largest of each, and with the sign the smallest. All are asked before one is compared:
         # who raised in between would leave the others waiting.
         mine = [self.epoch, self.step, -self.epoch, -self.step]
-        if [self.backend.agree(number) for number in mine] != mine:
+        if [self.backend.max_over_processes(number) for number in mine] != mine:
             raise RuntimeError(
                 f"the hosts resume from different checkpoints (this one from epoch {self.epoch}, "
                 f"step {self.step}): copy the first host's run folder to --backup, which all see"

@@ -30,7 +30,7 @@ from labs.image_processing.images import (
 )
 from labs.image_processing.network import narrow_network
 from mshnet import SLSIoULoss
-from mshnet.xla import aot
+from tpuscope import aot
 
 # Before jax opens its devices: no TPU, and four virtual cores for the mesh.
 jax.config.update("jax_platforms", "cpu")

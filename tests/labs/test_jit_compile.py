@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from labs.jit_compile import compare
 from labs.jit_compile.programs import Call, Programs, bars, dumping, prepare, table
 from labs.jit_compile.text import LONGEST, TEXT, buffer, decode, encode, room, up_to
-from mshnet.errors import RequestError
+from tpuscope.errors import RequestError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -127,7 +127,7 @@ programs = prepare()
 import tensorflow as tf
 from labs.jit_compile import generator, keras_side
 from labs.jit_compile.text import TEXT, buffer
-from mshnet.errors import RequestError
+from tpuscope.errors import RequestError
 
 prepare()  # once more changes nothing
 tf.get_logger().setLevel("ERROR")

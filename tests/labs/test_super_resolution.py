@@ -31,10 +31,10 @@ from labs.super_resolution.training import (
     resumed,
     scaled_rate,
 )
-from mshnet.errors import RequestError
 from mshnet.training import checkpoint
-from mshnet.training.session import Session
-from mshnet.xla import runtime
+from mshnet.training.preemption import Session
+from tpuscope.engine import torch_xla as runtime
+from tpuscope.errors import RequestError
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {
@@ -61,8 +61,8 @@ def steps(gan: Gan, count: int) -> list[list[float]]:
     _, step = gan.repeated()
     results = []
     for seed in range(count):
-        sums = gan.backend.put(torch.zeros(len(LOSSES)))
-        results += step(gan.backend.put(crops(seed)), sums)
+        sums = gan.backend.to_device(torch.zeros(len(LOSSES)))
+        results += step(gan.backend.to_device(crops(seed)), sums)
     return [row.cpu().tolist() for row in results]
 
 
@@ -159,7 +159,7 @@ def test_the_device_shrinks_frames_as_the_host_does(scale):
 def test_the_parts_of_several_hosts_make_up_the_batch_of_one():
     samples = frames.Crops(scenes(), 16, seed=0)
     [[whole]] = frames.crop_loader(samples, 3, 4, batch_size=4)
-    halves = [frames.crop_loader(samples, 3, 4, 4, frames.Part(i, 2)) for i in range(2)]
+    halves = [frames.crop_loader(samples, 3, 4, 4, frames.DataShard(i, 2)) for i in range(2)]
     assert torch.equal(whole, torch.cat([batch for half in halves for [batch] in half]))
 
 
@@ -202,15 +202,15 @@ needs_xla = pytest.mark.skipif(not runtime.installed(), reason="torch_xla exists
 
 @needs_xla
 def test_two_optimizers_in_one_xla_program_that_is_compiled_once_and_computes_as_eager_does():
-    from mshnet.xla.report import Budget, watch
+    from tpuscope.monitor.watch import Budget, watch
 
     gan = Gan(tiny(device="tpu"), open_backend("tpu"))
     with watch(budget=Budget(compilations=1, fallbacks=0, host_reads=0)) as w:
         _, step = gan.repeated()
         results = []
         for seed in range(4):
-            sums = gan.backend.put(torch.zeros(len(LOSSES)))
-            results += step(gan.backend.put(crops(seed)), sums)
+            sums = gan.backend.to_device(torch.zeros(len(LOSSES)))
+            results += step(gan.backend.to_device(crops(seed)), sums)
     assert [s.programs for s in w.steps] == [1, 1, 1, 1]
     assert w.report().compilations == 1
     eager = steps(Gan(tiny(), open_backend("cpu")), 4)
@@ -257,10 +257,10 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path):
 
 def test_only_the_writer_writes_and_the_files_are_whole(tmp_path):
     backend = open_backend("cpu")
-    backend.writer = False
+    backend.is_main_process = False
     Run(tiny(save_dir=str(tmp_path)), backend, scenes()).fit()
     assert list(tmp_path.iterdir()) == []
-    backend.writer = True
+    backend.is_main_process = True
     Run(tiny(save_dir=str(tmp_path)), backend, scenes()).fit()
     assert {GENERATOR, CONTENT, checkpoint.CHECKPOINT} <= {p.name for p in tmp_path.iterdir()}
     assert not list(tmp_path.glob(".*.part"))
@@ -305,8 +305,8 @@ batches = [[torch.randint(0, 256, (2, 1, 16, 16), generator=random, dtype=torch.
            for _ in range(3)]
 _, step = gan.repeated()
 rows = []
-for [high] in backend.feed(batches):
-    rows += step(high, backend.put(torch.zeros(len(LOSSES))))
+for [high] in backend.device_batches(batches):
+    rows += step(high, backend.to_device(torch.zeros(len(LOSSES))))
 print(json.dumps({
     "losses": [row.cpu().tolist() for row in rows],
     "label": backend.label, "counted": backend.counters().compilations,
@@ -376,7 +376,7 @@ def test_a_tiling_that_leaves_nothing_is_refused_with_what_would_do():
 
 @needs_xla
 def test_frames_of_different_sizes_are_one_program():
-    from mshnet.xla.report import Budget, watch
+    from tpuscope.monitor.watch import Budget, watch
 
     enlarge = Upscaler(Generator(2, 4, 1).eval(), open_backend("tpu"), SMALL)
     with watch(budget=Budget(compilations=1, fallbacks=0)):
@@ -412,7 +412,7 @@ def test_the_experiment_scores_every_way_and_does_not_repeat_a_seed(tmp_path):
         tiny(steps=2, content_steps=1), ("low",), epochs=1, batch_size=4, widths=(2,) * 5,
         train=8, test=3,
     )  # fmt: skip
-    rows = detect.run(experiment, open_backend("cpu"), tmp_path, 1, say=lambda text: None)
+    rows = detect.run(experiment, open_backend("cpu"), tmp_path, 1, log=lambda text: None)
     scored = [(row["trained"], row["shown"]) for row in rows if "iou" in row]
     expected = [("full", way) for way in detect.WAYS if way != "low"] + [("low", "low")]
     assert scored == expected

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from labs.text_generation import bits, decoder, look, ways
-from mshnet.errors import RequestError
-from mshnet.xla import layers, runtime
-from mshnet.xla.report import Budget, watch
+from tpuscope.engine import torch_xla as runtime
+from tpuscope.errors import RequestError
+from tpuscope.monitor import layers
+from tpuscope.monitor.watch import Budget, watch
 
 PROMPTS = ["The target ", "A ", "Padding "]
 
@@ -112,7 +113,7 @@ def test_a_replayed_step_writes_the_same_and_compiles_nothing_for_the_next_promp
     for number, prompt in enumerate(PROMPTS):
         with watch(explain=False) as w:
             text = ways.generate(way, [prompt], 6)
-        assert way.why is None
+        assert way.fallback_reason is None
         assert text == ways.generate(ways.Static(model, 32), [prompt], 6)
         assert number == 0 or w.report().compilations == 0
 
@@ -122,7 +123,7 @@ def test_a_replayed_way_takes_a_batch_after_a_single_prompt(model):
     ways.generate(way, PROMPTS[:1], 4)
     expected = ways.generate(ways.Static(model, 32), PROMPTS, 4)
     assert ways.generate(way, PROMPTS, 4) == expected
-    assert way.why is None
+    assert way.fallback_reason is None
 
 
 # -- what is written -------------------------------------------------------------------------------

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from mshnet.xla import aot, runtime
-from mshnet.xla.aot_report import size
-from mshnet.xla.chips import CHIPS, UnknownTopology
+from tpuscope import aot
+from tpuscope.aot.report import size
+from tpuscope.engine import torch_xla as runtime
+from tpuscope.engine.tpu_specs import CHIPS, UnknownTopology
 
 if not runtime.installed():
     pytest.skip("torch_xla is not installed on this system", allow_module_level=True)
@@ -202,8 +203,8 @@ SPMD = """
 import pickle, sys
 import torch
 from torch import nn
-from mshnet.xla import aot, runtime
-from mshnet.xla.spmd import DataMesh
+from tpuscope import aot; from tpuscope.engine import torch_xla as runtime
+from tpuscope.engine.spmd import DataMesh
 runtime.select_platform("CPU", 8)
 mesh = DataMesh()
 device = runtime.device()

@@ -5,7 +5,9 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from mshnet.xla import graph, layers, runtime
+from tpuscope.engine import lazy_graph
+from tpuscope.engine import torch_xla as runtime
+from tpuscope.monitor import layers
 
 if not runtime.installed():
     pytest.skip("torch_xla is not installed on this system", allow_module_level=True)
@@ -169,13 +171,13 @@ class Unlabelled(layers.LayerLabels):
 
 def test_names_reach_the_hlo_and_do_not_change_the_program(xla):
     def outputs(labels):
-        known = graph.marks(graph.pending())
+        known = lazy_graph.marks(lazy_graph.pending())
         step = training(xla.device)
         with labels:
             loss = step()  # alive, or it would not wait to be computed
-        found = graph.pending(known)
+        found = lazy_graph.pending(known)
         assert len(found) > 16 and loss.dim() == 0  # the loss, 8 parameters and their gradients
-        return graph.lower(found), graph.hlo(found)
+        return lazy_graph.lower(found), lazy_graph.hlo(found)
 
     (labelled, text), (plain, _) = outputs(layers.LayerLabels()), outputs(Unlabelled())
     assert labelled.digest == plain.digest

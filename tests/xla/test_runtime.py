@@ -11,17 +11,17 @@ from torch.utils.data import DataLoader, Dataset
 from mshnet import RequestError
 from mshnet.training import backend as backends
 from mshnet.training.config import Config
-from mshnet.xla import runtime
+from tpuscope.engine import torch_xla as runtime
 
 
 def test_counters_count_compilations_fallbacks_and_reads(xla):
-    x = xla.put(torch.arange(6.0).reshape(1, 6))
+    x = xla.to_device(torch.arange(6.0).reshape(1, 6))
     before = runtime.counters()
     y = (x * 3).sum()
-    runtime.end_step()
+    runtime.sync()
     assert (runtime.counters() - before).compilations == 1
     y.item()
-    torch.linalg.eigvals(xla.put(torch.eye(3)))  # no XLA lowering: runs on the host
+    torch.linalg.eigvals(xla.to_device(torch.eye(3)))  # no XLA lowering: runs on the host
     counted = runtime.counters() - before
     assert counted.host_reads == 1
     assert counted.fallbacks >= 1
@@ -41,7 +41,7 @@ class Numbers(Dataset):
 
 
 def test_the_feed_gives_every_batch_on_the_device_in_order(xla):
-    feed = runtime.DeviceFeed(DataLoader(Numbers(), batch_size=2), xla.device)
+    feed = runtime.DeviceLoader(DataLoader(Numbers(), batch_size=2), xla.device)
     batches = list(feed)
     assert len(feed) == 3
     assert all(batch.device == xla.device for batch in batches)
@@ -50,14 +50,14 @@ def test_the_feed_gives_every_batch_on_the_device_in_order(xla):
 
 def test_a_failing_loader_fails_the_epoch_instead_of_ending_it(xla):
     # torch_xla's own loader ends the loop as if the epoch were over.
-    feed = runtime.DeviceFeed(DataLoader(Numbers(broken_at=4), batch_size=2), xla.device)
+    feed = runtime.DeviceLoader(DataLoader(Numbers(broken_at=4), batch_size=2), xla.device)
     with pytest.raises(RequestError, match="image 4 is damaged"):
         list(feed)
 
 
 def test_an_epoch_that_is_left_early_leaves_no_threads(xla):
     before = threading.active_count()
-    batches = iter(runtime.DeviceFeed(DataLoader(Numbers(), batch_size=1), xla.device))
+    batches = iter(runtime.DeviceLoader(DataLoader(Numbers(), batch_size=1), xla.device))
     next(batches)
     assert threading.active_count() > before, "the upload goes on beside the step"
     batches.close()
@@ -67,12 +67,12 @@ def test_an_epoch_that_is_left_early_leaves_no_threads(xla):
 def test_versions_that_do_not_belong_together_are_refused(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.8.1")
     with pytest.raises(RequestError, match=r"torch 2.9.0.* and torch_xla 2.8.1 do not belong"):
-        backends.choose("tpu")
+        backends.make_backend("tpu")
 
 
 def test_scalars_may_not_be_put_on_the_device(xla):
     with pytest.raises(AssertionError, match="constant of the graph"):
-        xla.put(torch.tensor(0.0))
+        xla.to_device(torch.tensor(0.0))
 
 
 @pytest.mark.parametrize("variable", runtime.TPU_FLAGS)
@@ -108,5 +108,7 @@ def test_the_network_computes_as_suits_the_device(
     xla, monkeypatch, platform, given, batch_size, columns
 ):
     monkeypatch.setenv("PJRT_DEVICE", platform)
-    assert xla.fold(Config(fold=given, batch_size=batch_size)) == columns
-    assert backends.Backend(torch.device("cpu"), "cpu").fold(Config(fold=given)) == (given or 0)
+    assert xla.default_fold(Config(space_to_depth=given, batch_size=batch_size)) == columns
+    assert backends.Backend(torch.device("cpu"), "cpu").default_fold(
+        Config(space_to_depth=given)
+    ) == (given or 0)

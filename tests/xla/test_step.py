@@ -6,11 +6,12 @@ import torch_xla.core.xla_model as xm
 from torch.optim import Adagrad
 
 from mshnet import MSHNet, SLSIoULoss
-from mshnet.data.bits import pack
+from mshnet.data.bitmask import pack
 from mshnet.model import ResidualBlock
 from mshnet.training import backend as backends
 from mshnet.training.step import Normalize, evaluation_step, train_step
-from mshnet.xla import aot, runtime
+from tpuscope import aot
+from tpuscope.engine import torch_xla as runtime
 
 SIZE = 32
 WARM_EPOCH = 0
@@ -24,7 +25,9 @@ class Run:
         self.backend = backend
         self.model = MSHNet(widths=(2, 4, 4, 4, 4), depths=(1, 1, 1, 1, 1))
         self.model.fold = fold
-        self.optimizer = backend.place(self.model, lambda m: Adagrad(m.parameters(), lr=0.05), None)
+        self.optimizer = backend.prepare(
+            self.model, lambda m: Adagrad(m.parameters(), lr=0.05), None
+        )
         self.normalize = Normalize().to(backend.device)
         self.criterion = SLSIoULoss()
 
@@ -36,15 +39,15 @@ class Run:
             self.criterion,
             self.optimizer,
             self.backend,
-            self.backend.put(images),
-            self.backend.put(masks),
+            self.backend.to_device(images),
+            self.backend.to_device(masks),
             WARM_EPOCH,
             epoch,
         )
 
     def step(self, epoch, batch):
         loss = self.trace(epoch, batch)
-        self.backend.end_step()
+        self.backend.sync()
         return loss
 
     def evaluate(self, images, full):
@@ -53,10 +56,10 @@ class Run:
             self.model,
             self.normalize,
             self.backend,
-            self.backend.put(images),
-            self.backend.put(torch.tensor([full])),
+            self.backend.to_device(images),
+            self.backend.to_device(torch.tensor([full])),
         )
-        self.backend.end_step()
+        self.backend.sync()
         self.model.train()
         return logits.cpu()
 
@@ -74,7 +77,7 @@ def histories(xla):
     """The same nine steps and evaluations on XLA and on the eager CPU."""
     before = runtime.counters()
     result = {}
-    for backend in (xla, backends.choose("cpu")):
+    for backend in (xla, backends.make_backend("cpu")):
         run = Run(backend)
         losses, logits = [], []
         for epoch in (0, 1, 2):
@@ -119,7 +122,7 @@ def test_the_traced_graph_does_not_grow_with_the_batch(xla):
 
 @pytest.mark.parametrize("fold", [0, 8])
 def test_bfloat16_trains_without_fallback(fold):
-    backend = backends.choose("tpu", precision="bf16")
+    backend = backends.make_backend("tpu", precision="bf16")
     before = runtime.counters()
     run = Run(backend, fold)
     losses = [run.step(1, batch(seed)).item() for seed in range(3)]
@@ -154,9 +157,9 @@ def test_under_xla_the_lanes_have_the_textbook_s_gradients(xla):
     gradients = {}
     for fold in (0, 1, 8):
         run = Run(xla, fold)
-        scales, fused = run.model(xla.put(images), True)
+        scales, fused = run.model(xla.to_device(images), True)
         (fused.square().mean() + sum(x.square().mean() for x in scales)).backward()
-        xla.end_step()
+        xla.sync()
         gradients[fold] = {
             name: p.grad.cpu() for name, p in run.model.named_parameters() if ".bias" not in name
         }

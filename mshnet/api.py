@@ -1,0 +1,359 @@
+"""The jobs behind the commands: check the request, open data and device, do it, say where it is."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tpuscope.engine import replicas
+from tpuscope.errors import RequestError
+from tpuscope.progress import hide_progress, progress
+
+from . import plots
+from .data import source
+from .data.augment import resize
+from .data.decode import open_image
+from .data.layout import DataFolder
+from .data.loader import EvaluationSet, evaluation_loader
+from .data.sample_cache import SampleCache
+from .data.stage import stage
+from .metrics import DEFINITIONS, DetectionMetrics
+from .model import MSHNet
+from .predict import Detection, find_images, predict
+from .training import backend as backends
+from .training import checkpoint, run_dir
+from .training.backup import Backup
+from .training.config import Config
+from .training.evaluation import evaluate, protocol, result_line
+from .training.preemption import Session, signals
+from .training.resume import settings
+from .training.step import Normalize
+from .training.trainer import Trainer, bytes_of_a_run
+
+Log = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A training run whose request has been checked; replicas receive it."""
+
+    config: Config
+    run_dir: Path
+    data: Path
+    resume: Path | None  # checkpoint
+
+
+def train(overrides: dict, resume: str | None = None, log: Log = print) -> dict:
+    """Train, then draw curves and examples.
+
+    Args:
+        overrides: settings by the field names of :class:`~mshnet.training.config.Config`.
+        resume: a run to continue, see :func:`mshnet.training.resume.settings`; its settings hold
+            unless overridden.
+        log: takes messages for people; a module's function, so that replicas can have it.
+
+    Returns:
+        The best epoch's line of ``metrics.jsonl``, with ``run`` naming the folder and ``stopped``
+        the reason why training ended early, or None.
+
+    Raises:
+        RequestError: the request cannot be fulfilled; nothing has been trained then.
+        ReplicaFailed: a replica of ``strategy="launch"`` failed; all have been ended.
+    """
+    started = time.monotonic()
+    with signals(log) as stop_requested:
+        config, checkpoint_path, state = settings(overrides, resume, log)
+        # Cheap checks first: nobody waits for a device to learn of a typing error.
+        place = backends.resolve_device(config.device, config.num_cores, config.strategy)
+        require_shares(config, config.num_cores)
+        data_folder = _data_folder(config, ("train", "test"), log)
+        if config.weight_path:
+            _model(config, config.weight_path)
+        size = bytes_of_a_run(config.widths, config.depths)
+        run_folder, created = run_dir.claim(config.save_dir, size, resuming=state is not None)
+        run = _Run(_with_absolute_paths(config), run_folder, data_folder, checkpoint_path)
+        try:
+            if checkpoint_path:
+                epochs, steps = checkpoint.position(state)
+                where = f"epoch {epochs}" + (f" and {steps} steps" if steps else "")
+                log(f"resuming {run_folder} after {where}, from {checkpoint_path}")
+            if config.num_cores > 1 and config.strategy == "launch":
+                run = _for_replicas(run)
+                _open_splits(run, log)  # damaged files are found here, and decoded once for all
+                platform = place.removeprefix("xla:")
+                work = (run, started, log)
+                try:
+                    return replicas.launch(
+                        _replica, work, config.num_cores, platform, stop_requested
+                    )
+                except replicas.ReplicaFailed:
+                    if config.backup:  # the writer was ended in the middle of a copy, perhaps
+                        Backup(run.folder, Path(config.backup), log).close()
+                    raise
+            stores = _open_splits(run, log)
+            session = Session(config.save_minutes, config.max_minutes, stop_requested, started)
+            return _train(run, stores, _backend(config, log), state, session, log)
+        finally:
+            if created:
+                run_dir.release(run_folder)
+
+
+def _replica(replicas: replicas.Replicas, run: _Run, started: float, log: Log) -> dict:
+    """One replica's share of :func:`train`."""
+    if replicas.ordinal > 0:  # one speaks for all
+        log = _silent
+        hide_progress()
+    config = run.config
+    state = checkpoint.load(run.resume) if run.resume else None
+    session = Session(config.save_minutes, config.max_minutes, replicas.stop_requested, started)
+    backend = _backend(config, log, replicas)
+    return _train(run, _open_splits(run, _silent), backend, state, session, log)
+
+
+def _for_replicas(run: _Run) -> _Run:
+    """Memory and loader processes are shared by the replicas.
+
+    Each of them would hold all decoded images; in the disk cache's file, mapped into memory, they
+    are there once.
+    """
+    cache = "disk" if run.config.cache == "ram" else run.config.cache
+    workers = run.config.workers // run.config.num_cores
+    return dataclasses.replace(
+        run, config=dataclasses.replace(run.config, cache=cache, workers=workers)
+    )
+
+
+def _silent(text: str) -> None:
+    """Says nothing: one replica speaks for all."""
+
+
+def _train(
+    run: _Run,
+    stores: list[SampleCache],
+    backend: backends.Backend,
+    state: dict | None,
+    session: Session,
+    log: Log,
+) -> dict:
+    """Train and show, in the process that has the device."""
+    config = run.config
+    backup = None
+    if config.backup and backend.is_main_process:
+        backup = Backup(run.folder, Path(config.backup), log)
+    try:
+        saved = backup.request if backup else lambda: None
+        trainer = Trainer(config, backend, *stores, run.folder, state, session, saved)
+        log(f"run folder: {run.folder}")
+        conditions = protocol(config, len(stores[1]), "corrected", "each epoch")
+        log(f"tested after each epoch [{conditions}]")
+        best = trainer.fit(log)
+        if backend.is_main_process and trainer.records:
+            plots.curves(trainer.records, run.folder / "curves.png")
+        if trainer.stopped:
+            log(
+                f"stopped by {trainer.stopped} after epoch {trainer.epoch} and {trainer.step} of "
+                f"{trainer.steps} steps; go on with --resume {run.folder}"
+            )
+        else:
+            _show(run, trainer, stores[1], best, log)
+    except (KeyboardInterrupt, SystemExit):
+        raise  # a second signal ends at once, also where Drive hangs
+    except BaseException:
+        if backup:
+            backup.close()
+        raise
+    if backup:
+        backup.close()
+    return {**(best or {}), "run": str(run.folder), "stopped": trainer.stopped}
+
+
+def _show(run: _Run, trainer: Trainer, store: SampleCache, best: dict, log: Log) -> None:
+    """Numbers and pictures of the best weights."""
+    config, weights = run.config, run.folder / checkpoint.WEIGHTS
+    # A new one: loaded in place it would be another graph.
+    model = MSHNet(widths=config.widths, depths=config.depths)
+    checkpoint.fill(model, trainer.best_weights, weights)
+    trainer.backend.move(model)
+    full = best["phase"] == "full"
+    metrics, shown = _evaluate(config, model, trainer.backend, store, full)
+    if trainer.backend.is_main_process:
+        _draw_examples(store, shown, config.base_size, run.folder / "examples.png")
+    choice = f"epoch {best['epoch'] + 1} of {config.epochs}, the best IoU on test"
+    _results(metrics, config, choice, log)
+    log(f"weights:  {weights}")
+    log(f"log:      {run.folder / run_dir.LOG}")
+    log(f"pictures: {run.folder / 'curves.png'} and examples.png beside it")
+
+
+def test(overrides: dict, log: Log = print) -> dict:
+    """Evaluate a weight file on the test split.
+
+    Returns:
+        For each definition the numbers of ``DetectionMetrics.compute`` and their ``protocol``.
+
+    Raises:
+        RequestError: the request cannot be fulfilled.
+    """
+    config = _for_weights(overrides, "the weights to evaluate")
+    backends.resolve_device(config.device, config.num_cores)
+    require_shares(config, config.num_cores)
+    model, full = _model(config, config.weight_path)
+    store = _open(_data_folder(config, ("test",), log), "test", config, log)
+    backend = _backend(config, log)
+    backend.move(model)
+    metrics, _ = _evaluate(config, model, backend, store, full)
+    return _results(metrics, config, f"weights {config.weight_path}", log)
+
+
+def predict_files(
+    overrides: dict, inputs: Sequence[str], out: Path, log: Log = print
+) -> list[Detection]:
+    """Detect targets in image files; see :func:`mshnet.predict.predict`.
+
+    Raises:
+        RequestError: the request cannot be fulfilled.
+    """
+    config = _for_weights(overrides, "trained weights, such as weight/MSHNet-…/weight.pkl")
+    paths = find_images(inputs)
+    if (out / "images").exists():
+        raise RequestError(
+            f"--out {out} is a data set (it has images/), whose masks would be overwritten; "
+            "choose another folder"
+        )
+    run_dir.require_writable("--out", out)
+    for path in progress(paths, "check images"):
+        open_image(path)
+    model, full = _model(config, config.weight_path)
+    backend = _backend(config, log)
+    model.fold = backend.default_fold(config)
+    backend.move(model)
+    batch_size = min(config.batch_size, len(paths))
+    rows = predict(model, backend, paths, out, config.base_size, config.channels, full, batch_size)
+    log(f"{len(rows)} detections in {len(paths)} images: {out / 'detections.csv'}")
+    log(f"pictures: {out / 'overlays'}, masks: {out / 'masks'}")
+    return rows
+
+
+def _for_weights(overrides: dict, wanted: str) -> Config:
+    """Settings for using weights: image size and network are those they were trained with."""
+    if not overrides.get("weight_path"):
+        raise RequestError(f"--weight-path is missing: name {wanted}")
+    recorded = checkpoint.load(overrides["weight_path"]).get("config")
+    recorded = recorded if isinstance(recorded, dict) else {}
+    names = ("base_size", "channels", "widths", "depths")
+    return Config.from_dict({k: recorded[k] for k in names if k in recorded} | overrides)
+
+
+def _with_absolute_paths(config: Config) -> Config:
+    """So that a run can be resumed from another working folder."""
+    names = ("dataset_dir", "weight_path", "compile_cache", "backup")
+    overrides = {name: getattr(config, name) for name in names}
+    paths = {name: str(Path(path).resolve()) for name, path in overrides.items() if path}
+    return dataclasses.replace(config, **paths)
+
+
+def _data_folder(config: Config, splits: Sequence[str], log: Log) -> Path:
+    """The data set's folder; its lists and files are there."""
+    if config.dataset_dir is None:
+        log("no --dataset-dir: using built-in synthetic scenes")
+        path = source.built_in_scenes(config.base_size)
+    elif config.stage:
+        path = stage(config.dataset_dir)
+        log(f"{config.dataset_dir} is staged in {path}")
+    else:
+        path = Path(config.dataset_dir)
+    data = DataFolder(path)
+    for split in splits:
+        count = len(data.samples(split))
+        if split == "train" and config.batch_size > count:
+            raise RequestError(
+                f"--batch-size {config.batch_size} is larger than the training split of {path} "
+                f"({count} images); use at most {count}"
+            )
+    return path
+
+
+def _open(path: Path, split: str, config: Config, log: Log) -> SampleCache:
+    store = source.open_split(path, split, config.channels, config.cache)
+    log(f"{path} {source.describe(store, split)}")
+    return store
+
+
+def require_shares(config: Config, cores: int) -> None:
+    """Every core gets the same number of images of a global batch.
+
+    Raises:
+        RequestError: they do not come out even.
+    """
+    if config.batch_size % cores:
+        near = config.batch_size // cores * cores
+        choices = " or ".join(str(n) for n in (near, near + cores) if n)
+        raise RequestError(
+            f"--batch-size {config.batch_size}: it is the global batch, shared by {cores} cores, "
+            f"and must be a multiple of {cores}; use {choices}"
+        )
+
+
+def _open_splits(run: _Run, log: Log) -> list[SampleCache]:
+    return [_open(run.data, split, run.config, log) for split in ("train", "test")]
+
+
+def _backend(
+    config: Config, log: Log, replicas: replicas.Replicas | None = None
+) -> backends.Backend:
+    backend = backends.make_backend(
+        config.device, config.num_cores, config.precision, config.compile_cache, replicas
+    )
+    require_shares(config, backend.cores)  # with several hosts these are more than num_cores
+    log(f"device: {backend.label}, {config.precision}")
+    return backend
+
+
+def _model(config: Config, weights: str | Path) -> tuple[MSHNet, bool]:
+    """The network with weights, on the host, and whether its fused head is trained."""
+    model = MSHNet(widths=config.widths, depths=config.depths)
+    return model, checkpoint.load_weights(model, weights)
+
+
+def _evaluate(
+    config: Config, model: MSHNet, backend: backends.Backend, store: SampleCache, full: bool
+) -> tuple[DetectionMetrics, dict[int, torch.Tensor]]:
+    """Metrics of a split, and the logits of some of its first images, by index, for a picture."""
+    model.fold = backend.default_fold(config)
+    dataset = EvaluationSet(store, config.base_size)
+    loader = evaluation_loader(dataset, config.batch_size, 0, backend.input_shard)
+    normalize = Normalize()
+    backend.move(normalize)
+    shown: dict[int, torch.Tensor] = {}
+
+    def look(first: int, logits: torch.Tensor) -> None:
+        room = plots.SHOWN - len(shown)
+        shown.update({first + i: row for i, row in enumerate(logits[:room])})
+
+    return evaluate(model, normalize, backend, loader, full, look), shown
+
+
+def _draw_examples(
+    store: SampleCache, logits: dict[int, torch.Tensor], size: int, path: Path
+) -> None:
+    pairs = [resize(*store[i], size) for i in logits]
+    plots.examples(
+        images=[image for image, _ in pairs],
+        masks=[mask != 0 for _, mask in pairs],
+        predictions=[(x[0] > 0).numpy() for x in logits.values()],
+        names=[store.samples[i].name for i in logits],
+        path=path,
+    )
+
+
+def _results(metrics: DetectionMetrics, config: Config, choice: str, log: Log) -> dict:
+    """Both definitions, said and returned, each with its protocol."""
+    results = {}
+    for definition in DEFINITIONS:
+        conditions = protocol(config, metrics.images, definition, choice)
+        log(result_line(metrics, definition, conditions))
+        results[definition] = metrics.compute(definition) | {"protocol": conditions}
+    return results

@@ -1,0 +1,225 @@
+"""MSHNet as a TPU wants it: the network of :mod:`mshnet.model`, written to move fewer bytes.
+
+A step of MSHNet waits for memory on a TPU, so what counts is how often its maps are read and
+written. The mathematics and the parameters are the same, the numbers differ by rounding only, and
+operations are chosen by what the TPU's compiler makes of them (``mshnet aot`` counts the bytes):
+
+* Maps may be folded (:mod:`mshnet.space_to_depth`): f columns are channels, and narrow maps fill
+the lanes.
+* Batch norm and channel attention are one product and one sum for each image and channel. Their
+  sums, forward and backward, are taken together, where two layers would each read the map.
+* The first convolution of a block and its shortcut share their backward pass.
+* Gradients of maxima compare with the maximum, and count in float32 beside other sums.
+* Maps are doubled by transposed convolutions (:func:`mshnet.interpolate.double`).
+
+CPUs and GPUs have kernels for the layers as they are; there this is slower.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.grad import conv2d_input, conv2d_weight
+
+from .batch_norm import remember
+from .interpolate import double
+from .space_to_depth import (
+    columns,
+    conv2d,
+    fold,
+    for_lanes,
+    is_peak,
+    max_pool,
+    mean_and_peak_of_channels,
+    padding,
+    spread,
+    unfold,
+    wide,
+    without_ignored,
+)
+
+LANES = 128  # of a TPU's tiles
+
+
+def default_fold(images: int) -> int:
+    """What ``MSHNet.fold`` had best be with so many images on each core of a TPU.
+
+    128 of them fill the lanes by themselves; 8 columns of the finest maps do with fewer.
+    """
+    return 1 if images >= LANES else 8
+
+
+def logits(net: nn.Module, images: Tensor, heads: int) -> list[Tensor]:
+    """Logits of the finest heads, finest first.
+
+    Args:
+        net: an :class:`~mshnet.model.MSHNet`, with ``fold`` columns to fold.
+        images: (B, C, H, W).
+        heads: how many.
+
+    Returns:
+        (B, 1, H/2^i, W/2^i) for head i.
+    """
+    folds = [max(1, net.fold >> level) for level in range(5)]
+    x = conv2d(fold(images, folds[0]), net.conv_init, folds[0])
+    maps = []
+    for level, encoder in enumerate(net.encoders):
+        if level:
+            x = max_pool(x, folds[level - 1])
+        x = encoder(x)
+        maps.append(x)
+    for level in (3, 2, 1, 0):
+        x = maps[level] = net.decoders[level]([maps[level], double(x, folds[level])])
+    return [
+        unfold(conv2d(x, head, f), f)
+        for x, head, f in zip(maps[:heads], net.heads, folds, strict=False)
+    ]
+
+
+def fused(net: nn.Module, scales: Tensor) -> Tensor:
+    """The fused head: (B, 4, H, W) → (B, 1, H, W)."""
+    return unfold(conv2d(fold(scales, net.fold), net.final, net.fold), net.fold)
+
+
+def residual_block(block: nn.Module, x: Tensor | list[Tensor]) -> Tensor:
+    """A :class:`~mshnet.model.ResidualBlock`.
+
+    Args:
+        block: with ``fold`` columns folded.
+        x: (B, C·f, H, W/f), or parts of it, in the order of its channels.
+    """
+    f, parts = block.fold, x if isinstance(x, list) else [x]
+    if block.shortcut is None:
+        [x] = parts
+        residual = without_ignored(x, block.conv1.in_channels * f)
+        x = conv2d(x, block.conv1, f)
+    else:
+        x, residual = _two_convolutions(parts, block.conv1, block.shortcut[0], f)
+        residual = _normalized(residual, block.shortcut[1], f)
+    x = torch.relu(_normalized(x, block.bn1, f))
+    x = _attended(conv2d(x, block.conv2, f), block.bn2, block.ca, f)
+    # As often as there are channels, if folded: the product needs no other layout of it.
+    copies = x.shape[1] // f if f > 1 else 1
+    attention = torch.sigmoid(conv2d(mean_and_peak_of_channels(x, f), block.sa.conv1, f, copies))
+    return torch.relu(attention * x + residual)
+
+
+def _two_convolutions(
+    parts: list[Tensor], one: nn.Conv2d, other: nn.Conv2d, f: int
+) -> tuple[Tensor, Tensor]:
+    """Two layers of the same input.
+
+    Args:
+        parts: the input's channels, (B, …, H, W/f) each.
+        one: (I → O), its kernel at least as large as the other's.
+        other: (I → P).
+
+    Returns:
+        (B, O·f, H, W/f) and (B, P·f, H, W/f).
+    """
+    kernels = (for_lanes(layer, f, *parts) for layer in (one, other))
+    results = _TwoConvolutions.apply(*kernels, *parts)
+    biases = (spread(layer.bias, f).to(parts[0].dtype) for layer in (one, other))
+    return tuple(x + bias.view(-1, 1, 1) for x, bias in zip(results, biases, strict=True))
+
+
+class _TwoConvolutions(torch.autograd.Function):
+    """Two convolutions, whose gradients come of one: of both results' gradients, side by side.
+
+    That reads the input once for the gradients of both kernels, and writes its own gradient once,
+    in the parts it came in.
+    """
+
+    @staticmethod
+    def forward(ctx, one: Tensor, other: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(one, other, *parts)
+        x = torch.cat(parts, 1)
+        return F.conv2d(x, one, padding=padding(one)), F.conv2d(x, other, padding=padding(other))
+
+    @staticmethod
+    def backward(ctx, of_one: Tensor, of_other: Tensor) -> tuple[Tensor, ...]:
+        one, other, *parts = ctx.saved_tensors
+        (high, wide), (low, narrow) = padding(one), padding(other)
+        top, left = high - low, wide - narrow
+        both = torch.cat([one, F.pad(other, (left, left, top, top))], 0)
+        gradient = torch.cat([of_one, of_other], 1)
+        x = torch.cat(parts, 1)
+        kernels = conv2d_weight(x, both.shape, gradient, padding=(high, wide))
+        sizes = [part.shape[1] for part in parts]
+        inputs = [
+            conv2d_input(part.shape, weight.contiguous(), gradient, padding=(high, wide))
+            for part, weight in zip(parts, both.split(sizes, 1), strict=True)
+        ]
+        of_one, of_other = kernels.split([len(one), len(other)])
+        height, width = other.shape[2:]
+        return of_one, of_other[:, :, top : top + height, left : left + width], *inputs
+
+
+def _attended(x: Tensor, norm: nn.BatchNorm2d, attention: nn.Module, f: int) -> Tensor:
+    """Batch norm, times the channels' weights."""
+    mean, square = _moments(x, f)
+    scale, shift = _scale_and_shift(norm, mean, square, x)
+    # The peak of scale·x + shift is where x is largest or least: scale has its weight's sign.
+    sign = norm.weight.detach().sign()
+    peak = _Peak.apply((x * _pixels(sign, f)).to(x.dtype), f) * sign
+    weights = wide(attention.weights(mean * scale + shift, peak * scale + shift))
+    return (x * _pixels(weights * scale, f) + _pixels(weights * shift, f)).to(x.dtype)
+
+
+def _normalized(x: Tensor, norm: nn.BatchNorm2d, f: int) -> Tensor:
+    """Batch norm."""
+    moments = _moments(x, f) if norm.training else (None, None)
+    scale, shift = _scale_and_shift(norm, *moments, x)
+    return (x * _pixels(scale, f) + _pixels(shift, f)).to(x.dtype)
+
+
+def _moments(x: Tensor, f: int) -> tuple[Tensor, Tensor]:
+    """Mean and mean square of each image's channels, (B, C)."""
+    x = wide(x)
+    return tuple(columns(v.mean((2, 3)), f).mean(2) for v in (x, x * x))
+
+
+def _scale_and_shift(
+    norm: nn.BatchNorm2d, mean: Tensor | None, square: Tensor | None, x: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Of batch norm, (C,) each.
+
+    Args:
+        mean: of each image's channels, (B, C); for training.
+        square: mean square, (B, C); for training.
+        x: the map.
+    """
+    if norm.training:
+        mean = mean.mean(0)
+        # The square of the mean from the mean of the squares: one look at the map gives both. Of a
+        # channel that hardly varies rounding is all that is left, and may be negative.
+        variance = (square.mean(0) - mean * mean).clamp(min=0)
+        remember(norm, mean.detach(), variance.detach(), x.numel() / norm.num_features)
+    else:
+        mean, variance = norm.running_mean, norm.running_var
+    scale = norm.weight * torch.rsqrt(variance + norm.eps)
+    return scale, norm.bias - mean * scale
+
+
+def _pixels(values: Tensor, f: int) -> Tensor:
+    """Values of channels, for all their pixels: (…, C) → (…, C·f, 1, 1)."""
+    return spread(values, f)[..., None, None]
+
+
+class _Peak(torch.autograd.Function):
+    """The maximum of each image's channels: (B, C·f, H, W/f) → (B, C)."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, f: int) -> Tensor:
+        ctx.f = f
+        peak = columns(x.amax((2, 3)), f).amax(2)
+        ctx.save_for_backward(x, peak)
+        return wide(peak)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        x, peak = ctx.saved_tensors
+        hit = is_peak(x, _pixels(peak, ctx.f))
+        # Pixels that share the maximum share its gradient, as amax has it.
+        count = columns(torch.where(hit, 1.0, 0.0).sum((2, 3)), ctx.f).sum(2)
+        share = _pixels(gradient / count.clamp(min=1), ctx.f).to(x.dtype)
+        return torch.where(hit, share, torch.zeros_like(share)), None

@@ -1,0 +1,297 @@
+"""The XLA runtime: is it there, which cores has it, where a step ends, what did it count.
+
+Nothing here imports torch_xla before a function is called, so that the package works where it is
+not installed.
+"""
+
+import contextlib
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from ..timeouts import call_with_timeout
+from . import hardware, metrics
+from .metrics import Counters
+
+VIRTUAL_CORES = 8  # cores that XLA on the CPU can be asked for: as many as one TPU machine has
+
+# For the TPU's compiler, by the variables that it reads.
+TPU_FLAGS = {
+    # The pass cuts the maps of fewer than 8 images into strips, as more images, and copies them to
+    # and fro: by the compiler's account, half of all bytes of such a step.
+    "XLA_FLAGS": "--xla_disable_hlo_passes=space-to-batch-converter",
+    # With tiles of its own for 8-bit numbers, for v6e, libtpu 0.0.21.1 aborts on our float32 step.
+    "LIBTPU_INIT_ARGS": "--xla_tpu_enable_large_2nd_minor_layout_for_x8=false",
+}
+
+# How chips lie on a host's board, by their number: x, y, z of Google's topology variables.
+_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
+
+
+class XlaUnavailable(RuntimeError):
+    """torch_xla or the device it was asked for is not there; the message says what to do."""
+
+
+def installed() -> bool:
+    """Whether torch_xla is installed."""
+    return importlib.util.find_spec("torch_xla") is not None
+
+
+def require_matching_versions() -> None:
+    """The gate before the first import of torch_xla.
+
+    Raises:
+        XlaUnavailable: torch_xla is missing, or belongs to another torch.
+    """
+    if not installed():
+        where = "" if platform.system() == "Linux" else f" (it has no {platform.system()} build)"
+        raise XlaUnavailable(
+            f"torch_xla is not installed{where}; on Linux: pip install torch==2.9.0 "
+            "torch_xla==2.9.0, or train with --device cuda or --device cpu"
+        )
+    fault = hardware.version_fault(torch.__version__, metadata.version("torch_xla"))
+    if fault:
+        raise XlaUnavailable(fault)
+
+
+def tpu_chips() -> int:
+    """TPU chips of this machine, counted on the PCI bus without opening them."""
+    if not hardware.tpu_nodes() or not installed():
+        return 0
+    require_matching_versions()
+    return len(hardware.tpu_pci_ids())
+
+
+def tpu_cores() -> int:
+    """Cores (XLA devices) of this machine's TPU: two a chip on v2 and v3, one on later ones."""
+    return tpu_chips() * _cores_per_chip()
+
+
+def tpu_hosts() -> int:
+    """Machines of the TPU slice that this one belongs to; 1 where nobody says otherwise."""
+    names = os.environ.get("TPU_WORKER_HOSTNAMES")
+    if names:
+        return len(names.split(","))
+
+    def ask() -> int:
+        from torch_xla._internal import tpu
+
+        return tpu.num_tpu_workers()
+
+    # It asks the cloud's metadata service without a time limit, and Kaggle may have none; or there
+    # is one that knows no TPU.
+    with contextlib.suppress(Exception):
+        return call_with_timeout(5, ask)
+    return 1
+
+
+def _cores_per_chip() -> int:
+    return max((hardware.GENERATIONS[chip].cores for chip in hardware.tpu_pci_ids()), default=1)
+
+
+def requested_platform() -> str | None:
+    """What ``PJRT_DEVICE`` asks for, in capitals (``"TPU"``, ``"CPU"``), or None."""
+    return os.environ.get("PJRT_DEVICE", "").upper() or None
+
+
+def is_open() -> bool:
+    """Whether this process has opened its XLA devices; their number is settled then."""
+    if "torch_xla" not in sys.modules:
+        return False
+    import torch_xla
+
+    return torch_xla._XLAC._xla_runtime_is_initialized()
+
+
+def select_platform(name: str, cores: int = 1, processes: int = 1) -> None:
+    """Choose platform and cores for this process; only before the devices are opened.
+
+    Args:
+        name: ``"TPU"`` or ``"CPU"``.
+        cores: XLA devices of this machine that will be used, one of
+            :func:`possible_cores`.
+        processes: how many processes share them: 1 (SPMD), or one a chip.
+    """
+    require_matching_versions()
+    os.environ["PJRT_DEVICE"] = name
+    if cores > 1 and processes == 1:
+        # Every SPMD compilation prints that XLA's developers will replace its partitioner.
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    if name == "CPU":
+        os.environ["CPU_NUM_DEVICES"] = str(cores // processes)
+        return
+    forget_stale_variables()
+    os.environ.update(with_tpu_flags(os.environ))
+    if 1 < cores < tpu_cores():
+        chips = cores // _cores_per_chip()
+        if processes == 1:  # all chosen chips in one process
+            os.environ["TPU_VISIBLE_CHIPS"] = ",".join(map(str, range(chips)))
+            os.environ["TPU_CHIPS_PER_PROCESS_BOUNDS"] = _BOUNDS[chips]
+            os.environ["TPU_PROCESS_BOUNDS"] = _BOUNDS[1]
+        else:  # torch_xla.launch starts as many processes as these bounds hold
+            os.environ["TPU_CHIPS_PER_PROCESS_BOUNDS"] = _BOUNDS[1]
+            os.environ["TPU_PROCESS_BOUNDS"] = _BOUNDS[chips]
+
+
+def with_tpu_flags(given: Mapping[str, str]) -> dict[str, str]:
+    """:data:`TPU_FLAGS` beside what is given for their variables, which comes first."""
+    flags = {}
+    for variable, flag in TPU_FLAGS.items():
+        present = given.get(variable, "")
+        tried = flag.partition("=")[0] in present
+        flags[variable] = present if tried else f"{present} {flag}".strip()
+    return flags
+
+
+def possible_cores(platform: str) -> list[int]:
+    """How many cores of this machine one training can take.
+
+    Any number of virtual ones; of a TPU's chips 1, 2, 4 or 8, because what is used must be a
+    rectangle of the board.
+    """
+    if platform == "CPU":
+        return list(range(1, VIRTUAL_CORES + 1))
+    chips, each = tpu_chips(), _cores_per_chip()
+    return sorted({1, *(n * each for n in _BOUNDS if n <= chips), chips * each})
+
+
+def forget_stale_variables() -> list[str]:
+    """Remove :func:`machine.stale_variables` from this process's environment; their names."""
+    stale = hardware.stale_variables(os.environ)
+    for name in stale:
+        text = f"removed {name}={os.environ.pop(name)}, which breaks TPUs of one machine"
+        print(text, file=sys.stderr)  # standard output may carry JSON
+    return stale
+
+
+def device() -> torch.device:
+    """The XLA device of this process; opens the runtime on first use.
+
+    Open it before the first backward pass of the process, on whatever device that is: autograd
+    counts the devices then, and a backward pass on one that came later ends in an internal
+    assertion about ``device_ready_queues_`` (seen with torch_xla 2.9.0).
+    """
+    import torch_xla
+
+    return torch_xla.device()
+
+
+def describe() -> str:
+    """For people: the platform and how many of its cores compute: ``XLA on TPU, 1 of 8 cores``."""
+    import torch_xla.runtime as xr
+
+    # Replicas have a core each and know of the others; without them, only SPMD uses more than one.
+    there = xr.global_runtime_device_count()
+    used = there if xr.is_spmd() else xr.world_size()
+    cores = f"{used} of {there} cores" if used < there else f"{used} core{'s' * (used > 1)}"
+    hosts = f" on {xr.process_count()} hosts" if xr.is_spmd() and xr.process_count() > 1 else ""
+    return f"XLA on {xr.device_type()}, {cores}{hosts}"
+
+
+def rng_state() -> int:
+    """State of the device's random numbers, a 64-bit seed."""
+    import torch_xla.core.xla_model as xm
+
+    return xm.get_rng_state()
+
+
+def set_rng_state(state: int) -> None:
+    """Continue from a state of :func:`rng_state`, or start from a seed."""
+    import torch_xla.core.xla_model as xm
+
+    xm.set_rng_state(state)
+
+
+def enable_compile_cache(folder: str) -> None:
+    """Keep compiled programs in a folder, for this and later processes.
+
+    Call before the first computation. Whether a kept program can be loaded is the runtime's
+    affair: the CPU's cannot (it says "Deserializing serialized executable not supported" and
+    compiles again), and for TPU under torch_xla 2.9 misses are reported (pytorch/xla#9094).
+    """
+    import torch_xla.runtime as xr
+
+    xr.initialize_cache(folder, readonly=False)
+
+
+def sync() -> None:
+    """Cut the graph here: what was traced so far is compiled if new, and dispatched."""
+    import torch_xla
+
+    torch_xla.sync()
+
+
+def wait() -> None:
+    """Until all that was dispatched has been computed, and counted."""
+    import torch_xla.core.xla_model as xm
+
+    xm.wait_device_ops()
+
+
+def counters() -> Counters:
+    """Compilations, fallbacks and scalar reads, as totals since the process started."""
+    return metrics.now().brief()
+
+
+class DeviceLoader:
+    """Batches on the device, uploaded in the background while the device computes.
+
+    A thin layer over torch_xla's ``ParallelLoader`` (which ``MpDeviceLoader`` is too). That ends an
+    epoch early and silently when the loader under it fails: here the failure is raised where the
+    batches are used.
+
+    Args:
+        sharding: a ``ShardingSpec`` for every tensor of a batch (SPMD), or None.
+    """
+
+    def __init__(self, loader: DataLoader, device: torch.device, sharding: Any = None):
+        self._loader = loader
+        self._device = device
+        self._sharding = sharding
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[list[torch.Tensor]]:
+        from torch_xla.distributed.parallel_loader import ParallelLoader
+
+        failures: list[Exception] = []
+        # The upload thread waits until device_prefetch_size batches are there: few, so that the
+        # first step starts early.
+        feed = ParallelLoader(
+            _Watched(self._loader, failures),
+            [self._device],
+            loader_prefetch_size=4,
+            device_prefetch_size=2,
+            input_sharding=self._sharding,
+        )
+        try:
+            yield from feed.per_device_loader(self._device)
+        finally:
+            feed.close()  # an epoch that is left early leaves no threads behind
+        if failures:
+            raise failures[0]
+
+
+class _Watched:
+    """Iterates as the loader does; keeps the exception that ended it."""
+
+    def __init__(self, loader: Iterable, failures: list[Exception]):
+        self._loader = loader
+        self._failures = failures
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator:
+        try:
+            yield from self._loader
+        except Exception as error:  # handed to the training thread, see DeviceLoader
+            self._failures.append(error)

@@ -1,0 +1,303 @@
+"""Which layer an operation belongs to, in the forward and in the backward pass.
+
+A step is a stream of operations. Here each one gets the name of the module that asked for it:
+``ResNet.layer1.0.conv1``, its gradient ``ResNet.layer1.0.conv1/grad``, an optimizer's update
+``SGD``, and what no module asked for ``(step)``. On an XLA device the name can be written to the
+operation, and it is still there in the program that the compiler makes.
+"""
+
+import contextlib
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
+from torch.optim import optimizer as optimizer_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from ..engine import lazy_graph
+
+OUTSIDE = "(step)"  # operations that no module and no optimizer asked for
+GRADIENT = "/grad"  # ends the name of a layer whose gradient is computed
+
+# What these return is what they got, and has its name.
+_aten = torch.ops.aten
+_SAME = {
+    _aten.alias.default,
+    _aten.alias_copy.default,
+    _aten.copy_.default,
+    _aten.detach.default,
+    _aten.detach_copy.default,
+}
+
+
+def layer_of(op_name: str) -> str:
+    """The layer in an instruction's ``op_name``.
+
+    >>> layer_of("ResNet.layer1.0.conv1/grad/aten__convolution_backward")
+    'ResNet.layer1.0.conv1/grad'
+    >>> layer_of("aten__add")
+    '(step)'
+    """
+    return op_name.rpartition("/")[0] or OUTSIDE
+
+
+class LayerLabels(TorchDispatchMode):
+    """While entered, gives every operation the name of its layer.
+
+    The modules' and optimizers' own hooks say who runs in the forward pass. In the backward pass
+    autograd says which node runs, and a node has the number that the forward operation left it.
+
+    An XLA operation gets its name written on. That takes no part in what is computed, nor in
+    whether two graphs are the same; HLO shows it, as ``op_name="ResNet.conv1/aten__convolution"``,
+    where it is lowered under :func:`tpuscope.engine.lazy_graph.named_operations`.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.modules: list[tuple[str, nn.Module]] = []  # of all models that ran, named
+        self._names: dict[int, str] = {}  # id of a module → its name
+        self._running: list[str] = []
+        self._forward: dict[int, str] = {}  # number of an autograd node → layer
+        self._hooks = contextlib.ExitStack()
+
+    def __enter__(self):
+        for handle in (
+            module_hooks.register_module_forward_pre_hook(self._begin),
+            module_hooks.register_module_forward_hook(self._end, always_call=True),
+            optimizer_hooks.register_optimizer_step_pre_hook(self._begin_update),
+            optimizer_hooks.register_optimizer_step_post_hook(self._end),
+        ):
+            self._hooks.callback(handle.remove)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self._hooks.close()
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        layer = self.current()
+        result = function(*args, **kwargs)
+        for tensor in () if function in _SAME else tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.device.type == "xla":
+                import torch_xla
+
+                # 1 stack frame: with 0, lowering fails in torch_xla 2.9.0 (pytorch/xla#9676).
+                torch_xla._XLAC._set_xla_custom_op_name_prefix(tensor, layer + "/", 1)
+        self.done(layer, function, args, kwargs, result)
+        return result
+
+    def done(self, layer: str, function: Callable, args: tuple, kwargs: dict, result: Any) -> None:
+        """Called after every operation; for those who want to know more."""
+
+    def current(self) -> str:
+        """The layer of the operation that is about to run."""
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            return self._forward.get(node._sequence_nr(), OUTSIDE) + GRADIENT
+        layer = self._running[-1] if self._running else OUTSIDE
+        # Autograd made the node of this operation just before; one that has none sees the number of
+        # an earlier node, which is taken.
+        self._forward.setdefault(torch.autograd._get_sequence_nr() - 1, layer)
+        return layer
+
+    def _begin(self, module: nn.Module, inputs: tuple) -> None:
+        if id(module) not in self._names:
+            self._name(module)
+        self._running.append(self._names[id(module)])
+
+    def _begin_update(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        self._running.append(type(optimizer).__name__)
+
+    def _end(self, *_: Any) -> None:
+        self._running.pop()
+
+    def _name(self, root: nn.Module) -> None:
+        """Names for a module that has none yet, and for all below it."""
+        kind = type(root).__name__
+        same = sum(name == kind or name.startswith(f"{kind}#") for name, _ in self.modules)
+        kind += f"#{same + 1}" if same else ""
+        for path, module in root.named_modules():
+            if id(module) not in self._names:
+                name = f"{kind}.{path}" if path else kind
+                self._names[id(module)] = name
+                self.modules.append((name, module))  # kept alive: its id stays its own
+
+
+@dataclass
+class Layer:
+    """What one layer contributes, forward and backward, without the layers below it.
+
+    Attributes:
+        name: of the layer.
+        result: of its last operation in the forward pass, such as ``"8x16x64x64 float32"``.
+        parameters: numbers that it holds.
+        operations: how often each operation was called, by aten name.
+        flops: of matrix products and convolutions, by PyTorch's formulas.
+        instructions: in the HLO that was traced; None where nothing was.
+        on_host: operations that XLA left to the host, and reads of values, by aten name.
+    """
+
+    name: str
+    result: str = ""
+    parameters: int = 0
+    operations: Counter = field(default_factory=Counter)
+    flops: int = 0
+    instructions: int | None = None
+    on_host: Counter = field(default_factory=Counter)
+
+    def add(self, other: "Layer") -> None:
+        """Take in what another layer contributes."""
+        self.parameters += other.parameters
+        self.operations = self.operations + other.operations
+        self.flops += other.flops
+        self.on_host = self.on_host + other.on_host
+        if other.instructions is not None:
+            self.instructions = (self.instructions or 0) + other.instructions
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """The layers of a step, in the order in which they first ran."""
+
+    layers: list[Layer]
+
+    def total(self) -> Layer:
+        """All layers together."""
+        total = Layer("together")
+        for layer in self.layers:
+            total.add(layer)
+        return total
+
+    def at_depth(self, depth: int) -> list[Layer]:
+        """The layers, each with everything below it.
+
+        Args:
+            depth: parts that a name keeps: 1 is the model, 2 its children.
+        """
+        groups: dict[str, Layer] = {}
+        for layer in self.layers:
+            name = ".".join(layer.name.split(".")[:depth])
+            group = groups.setdefault(name, Layer(name))
+            group.add(layer)
+            group.result = layer.result or group.result
+        return list(groups.values())
+
+    def table(self, depth: int | None = None) -> str:
+        """For people, one line a layer.
+
+        Args:
+            depth: see :meth:`at_depth`; None shows each layer by itself.
+        """
+        layers = self.layers if depth is None else self.at_depth(depth)
+        rows = [_HEAD]
+        for layer in [*layers, self.total()]:
+            on_host = ", ".join(f"{count}× {name}" for name, count in layer.on_host.items())
+            numbers = (layer.parameters, layer.operations.total(), layer.flops, layer.instructions)
+            cells = ("–" if number is None else f"{number:,}" for number in numbers)
+            rows.append((layer.name, layer.result, *cells, on_host or "–"))
+        return columns(rows, "<<>>>><")
+
+    def as_dict(self) -> dict[str, dict]:
+        """Plain values, by the layers' names."""
+        counted = ("operations", "on_host")
+        return {
+            layer.name: asdict(layer) | {name: dict(getattr(layer, name)) for name in counted}
+            for layer in self.layers
+        }
+
+
+_HEAD = ("layer", "result", "parameters", "operations", "flops", "HLO", "on the host")
+
+
+def columns(rows: list[tuple[str, ...]], sides: str) -> str:
+    """Rows as lines of aligned columns.
+
+    Args:
+        sides: ``<`` or ``>`` for each column.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    form = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
+    return "\n".join(form.format(*row).rstrip() for row in rows)
+
+
+class _Recorder(LayerLabels):
+    """Counts what the layers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers: dict[str, Layer] = {}
+        self._on_host = _host_operations()
+
+    def record(self, name: str) -> Layer:
+        """The record of a layer; a gradient is counted with its layer."""
+        name = name.removesuffix(GRADIENT)
+        return self.layers.setdefault(name, Layer(name))
+
+    def done(self, layer: str, function: Callable, args: tuple, kwargs: dict, result: Any) -> None:
+        record = self.record(layer)
+        record.operations[str(function)] += 1
+        flops = flop_registry.get(function._overloadpacket)
+        if flops:
+            record.flops += flops(*args, **kwargs, out_val=result)
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if tensors and not layer.endswith(GRADIENT):
+            kind = str(tensors[0].dtype).removeprefix("torch.")
+            record.result = f"{'x'.join(map(str, tensors[0].shape))} {kind}"
+        before, self._on_host = self._on_host, _host_operations()
+        record.on_host += self._on_host - before
+
+
+def _host_operations() -> Counter[str]:
+    """What torch_xla has left to the host since the process started, by aten name."""
+    if "torch_xla" not in sys.modules:
+        return Counter()
+    import torch_xla.debug.metrics as met
+
+    names = [name for name in met.counter_names() if name.startswith("aten::")]
+    return Counter({name: met.counter_value(name) for name in names})
+
+
+def track(step: nn.Module | Callable, *inputs: Any, backward: bool = True) -> LayerReport:
+    """Run a step once, and report what each layer contributes.
+
+    On an XLA device it is traced and not computed; like every step it leaves gradients and
+    changed parameters behind.
+
+    Args:
+        step: a module, or a function that does a whole step: forward, loss, backward, update.
+        *inputs: for it. A module's are moved to the device of its parameters.
+        backward: also compute the gradients of the sum of a module's results.
+    """
+    is_module = isinstance(step, nn.Module)
+    if is_module:
+        home = next((p.device for p in step.parameters()), torch.device("cpu"))
+        inputs = tree_map_only(Tensor, lambda t: t.to(home), inputs)
+    before = lazy_graph.marks(lazy_graph.pending()) if "torch_xla" in sys.modules else None
+    recorder = _Recorder()
+    with recorder:
+        result = step(*inputs)
+        if is_module and backward:
+            leaves = (leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+            sum(leaf.sum() for leaf in leaves if leaf.requires_grad).backward()
+    for name, module in recorder.modules:
+        own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        if own:
+            recorder.record(name).parameters = own
+    traced = lazy_graph.pending(before) if before is not None else []
+    if traced:
+        counts = Counter(
+            layer_of(found[1]).removesuffix(GRADIENT)
+            for found in re.finditer(r'op_name="([^"]*)"', lazy_graph.hlo(traced))
+        )
+        for name in {*counts, *recorder.layers}:
+            recorder.record(name).instructions = counts[name]
+    return LayerReport(list(recorder.layers.values()))

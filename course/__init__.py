@@ -12,7 +12,7 @@ from types import TracebackType
 from matplotlib.patches import Circle, FancyBboxPatch
 from packaging.requirements import Requirement
 
-from mshnet.plots import Picture
+from tpuscope.figure import Picture
 
 CHOSEN, PAPER, INK, LINE = "#ff9f0a", "#f2f2f7", "#1c1c1e", "#c7c7cc"
 

@@ -41,7 +41,7 @@ class _Run:
     """A training run whose request has been checked; replicas receive it."""
 
     config: Config
-    run_dir: Path
+    folder: Path
     data: Path
     resume: Path | None  # checkpoint
 
@@ -87,7 +87,12 @@ def train(overrides: dict, resume: str | None = None, log: Log = print) -> dict:
                 work = (run, started, log)
                 try:
                     return replicas.launch(
-                        _replica, work, config.num_cores, platform, stop_requested
+                        _replica,
+                        work,
+                        config.num_cores,
+                        platform,
+                        stop_requested,
+                        backends.TPU_FLAGS,
                     )
                 except replicas.ReplicaFailed:
                     if config.backup:  # the writer was ended in the middle of a copy, perhaps

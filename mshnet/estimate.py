@@ -25,7 +25,7 @@ from . import model_tpu
 from .api import require_shares
 from .loss import SLSIoULoss
 from .model import MSHNet
-from .training.backend import Backend, SpmdBackend, XlaBackend
+from .training.backend import TPU_FLAGS, Backend, SpmdBackend, XlaBackend
 from .training.config import Config
 from .training.step import Normalize, evaluation_step, train_step
 
@@ -127,7 +127,7 @@ def compile_step(step: Step, effort: str = "fast", use_cache: bool = True) -> ao
         use_cache,
         someone_watches(),
         # XLA_FLAGS of this process are the CPU's.
-        runtime.with_tpu_flags({k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}),
+        runtime.merge_flags({k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}, TPU_FLAGS),
     )
 
 

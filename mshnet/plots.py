@@ -1,29 +1,20 @@
 """Pictures of a run: curves over epochs, and detections drawn on images."""
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.patches import Circle
 from matplotlib.ticker import MaxNLocator
 from scipy.ndimage import binary_dilation
+
+from tpuscope.figure import Picture
 
 from .metrics import match, regions
 
 HIT, MISSED, FALSE_ALARM = "#35c759", "#ffb000", "#ff453a"
 SHOWN = 6  # images in examples.png
-
-
-class Picture(Figure):
-    """A figure that a notebook shows, whether it has started pyplot or not."""
-
-    def _repr_png_(self) -> bytes:
-        content = io.BytesIO()
-        self.savefig(content, format="png")
-        return content.getvalue()
 
 
 def overlay(image: np.ndarray, mask: np.ndarray) -> np.ndarray:

@@ -93,7 +93,7 @@ assert torchax.__version__ == "0.0.13"
 from matplotlib.patches import Rectangle
 
 from labs.image_processing.images import box_of, frames
-from mshnet.plots import Picture
+from tpuscope.figure import Picture
 
 images, masks, boxes = frames(COUNT, SIZE)
 mask = masks[0, 0].numpy()

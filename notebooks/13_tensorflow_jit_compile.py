@@ -191,7 +191,7 @@ def contrast(frames):
 
 
 from labs.jit_compile import compare
-from mshnet.plots import Picture
+from tpuscope.figure import Picture
 
 shown = contrast(frames)
 figure = Picture(figsize=(6.5, 3.2), layout="constrained")

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchvision.transforms.v2 import functional as torchvision
 
-from mshnet.plots import Picture
+from tpuscope.figure import Picture
 
 from .images import resize, weights
 

@@ -19,7 +19,7 @@ from torchax.interop import jax_view
 from torchax.ops.ops_registry import register_torch_function_op
 
 from mshnet import MSHNet, SLSIoULoss
-from mshnet.plots import Picture
+from tpuscope.figure import Picture
 
 WARM_EPOCH, EPOCH = 5, 9  # of the loss: the phase after the warm-up
 

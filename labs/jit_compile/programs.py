@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mshnet.plots import Picture
+from tpuscope.figure import Picture
 from tpuscope.monitor.layers import columns
 
 DUMP = "--xla_dump_to"

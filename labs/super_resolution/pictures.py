@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.patches import Rectangle
 from scipy.ndimage import center_of_mass, label
 
-from mshnet.plots import Picture
+from tpuscope.figure import Picture
 
 COLOURS = {
     "pixel": "#0a84ff",

@@ -9,7 +9,7 @@ import torch_xla
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from mshnet.plots import Picture
+from tpuscope.figure import Picture
 from tpuscope.monitor.layers import LayerReport, columns
 from tpuscope.monitor.watch import Report, watch
 

@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path, PurePosixPath
 
+from tpuscope.drives import DRIVE, MOUNT_DRIVE
 from tpuscope.errors import RequestError
 from tpuscope.progress import progress as bar
 
@@ -30,8 +31,6 @@ from .layout import SUFFIXES, DataFolder
 
 ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz")
 RECORD, PART = ".staged.json", ".part"
-DRIVE = Path("/content/drive")  # where Colab mounts it
-MOUNT_DRIVE = f'from google.colab import drive; drive.mount("{DRIVE}")'
 THREADS = 16  # a request to a drive is mostly waiting
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # What Python's readers raise for an archive that is cut short, damaged, encrypted, or none at all.

@@ -26,6 +26,15 @@ from .run_dir import require_writable
 
 Step = Callable[..., tuple[Tensor, ...]]
 
+# What tunes the TPU's compiler for MSHNet's step, by the variables that it reads.
+TPU_FLAGS = {
+    # The pass cuts the maps of fewer than 8 images into strips, as more images, and copies them to
+    # and fro: by the compiler's account, half of all bytes of such a step.
+    "XLA_FLAGS": "--xla_disable_hlo_passes=space-to-batch-converter",
+    # With tiles of its own for 8-bit numbers, for v6e, libtpu 0.0.21.1 aborts on our float32 step.
+    "LIBTPU_INIT_ARGS": "--xla_tpu_enable_large_2nd_minor_layout_for_x8=false",
+}
+
 WHERE_EIGHT = (
     "Colab's TPUs have 1 core; Kaggle's TPU v5e-8 has 8, and so has a Cloud TPU v5litepod-8"
 )
@@ -485,7 +494,8 @@ def make_backend(
         if compile_cache:
             require_writable("--compile-cache", Path(compile_cache))
         if not runtime.is_open():
-            runtime.select_platform(place.removeprefix("xla:"), num_cores)
+            platform = place.removeprefix("xla:")
+            runtime.select_platform(platform, num_cores, tpu_flags=TPU_FLAGS)
         return (SpmdBackend if num_cores > 1 else XlaBackend)(precision, compile_cache)
     if place == "cuda":
         name = torch.cuda.get_device_name()

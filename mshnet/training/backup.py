@@ -7,16 +7,15 @@ read-only, unmounted, its folder deleted) is said in a line, and tried again.
 import contextlib
 import hashlib
 import os
-import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from ..data.stage import DRIVE
+from tpuscope.drives import mount_of
+
 from .checkpoint import CHECKPOINT, PREVIOUS, WEIGHTS, is_whole
 
-REMOTE = re.compile(r"fuse|nfs|cifs|smb")  # how the types of network file systems begin
 BLOCK = 1 << 20
 SOON = 5.0  # seconds that close() waits before it says that it waits
 
@@ -89,7 +88,7 @@ class Backup:
 
     def _run(self) -> None:
         # Here rather than in the constructor: a mount that hangs may hang this thread only.
-        self._point = _mount(self.target)[0]
+        self._point = mount_of(self.target)[0]
         with contextlib.suppress(OSError):
             self._require_target()
             for part in self.target.glob(".*.part"):  # left by a process that was killed
@@ -175,7 +174,7 @@ class Backup:
         Raises:
             OSError: unmounted. The mount point is an ordinary folder then, on the local disk.
         """
-        if _mount(self._point)[0] != self._point:
+        if mount_of(self._point)[0] != self._point:
             raise OSError(f"{self._point} is not mounted any more")
         self.target.mkdir(parents=True, exist_ok=True)
         if self.target.samefile(self.folder):
@@ -214,39 +213,6 @@ def restore(target: Path, folder: Path, overwrite: bool = False) -> list[str]:
         with open(target / name, "rb") as source:
             _place(source, folder / name)
     return names
-
-
-def is_remote(path: Path, mounts: str | None = None) -> bool:
-    """Whether a path lies on a network file system, as Drive does on Colab.
-
-    Args:
-        path: need not exist.
-        mounts: text in the form of ``/proc/self/mounts``; None reads that file.
-    """
-    point, kind = _mount(path, mounts)
-    return point != Path("/") and REMOTE.match(kind) is not None
-
-
-def _mount(path: Path, mounts: str | None = None) -> tuple[Path, str]:
-    """The mount point that a path lies on, and the type of its file system.
-
-    The kernel's table tells without touching the mount, which may hang or be broken.
-    """
-    path = Path(path).resolve()
-    if mounts is None:
-        try:
-            mounts = Path("/proc/self/mounts").read_text(errors="surrogateescape")
-        except OSError:  # not Linux
-            if path.is_relative_to(DRIVE):
-                return DRIVE, "fuse.drive"
-            return next(p for p in (path, *path.parents) if os.path.ismount(p)), ""
-    found, kind = Path("/"), ""
-    for escaped, its_kind in re.findall(r"^\S+ (\S+) (\S+)", mounts, re.MULTILINE):
-        # A space is written \040. Of two mounts on one point, the later hides the earlier.
-        point = Path(re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), escaped))
-        if path.is_relative_to(point) and point.is_relative_to(found):
-            found, kind = point, its_kind
-    return found, kind
 
 
 def _files(folder: Path) -> list[str]:

@@ -4,11 +4,11 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
+from tpuscope.drives import DRIVE, MOUNT_DRIVE, is_remote
 from tpuscope.errors import RequestError
 
-from ..data.stage import DRIVE, MOUNT_DRIVE
 from . import checkpoint
-from .backup import is_remote, restore
+from .backup import restore
 from .config import Config
 
 AUTO = "auto"  # --resume auto: continue if there is something to continue

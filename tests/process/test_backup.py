@@ -15,7 +15,8 @@ from types import SimpleNamespace
 import pytest
 
 from mshnet.training import backup
-from mshnet.training.backup import Backup, is_remote, restore
+from mshnet.training.backup import Backup, restore
+from tpuscope.drives import is_remote
 
 SMALL = ("config.json", "curves.png", "examples.png", "metrics.jsonl")
 NAMES = (*SMALL, "checkpoint.pkl", "weight.pkl")
@@ -329,13 +330,13 @@ def test_a_mount_point_that_has_become_a_plain_folder_stays_empty(
 ):
     """The same where mounting is not permitted: the table of mounts says so."""
     drive, table = tmp_path / "drive", {"mounted": True}
-    look = backup._mount
+    look = backup.mount_of
 
     def with_drive(path, mounts=None):
         mounted = table["mounted"] and path.is_relative_to(drive)
         return (drive, "fuse.drive") if mounted else look(path, mounts)
 
-    monkeypatch.setattr(backup, "_mount", with_drive)
+    monkeypatch.setattr(backup, "mount_of", with_drive)
     one = start()
     eventually(lambda: (target / "checkpoint.pkl").exists(), "nothing was copied")
     table["mounted"] = False
@@ -596,9 +597,9 @@ def test_without_a_table_of_mounts_only_the_place_of_drive_is_remote(tmp_path, m
     monkeypatch.setattr(Path, "read_text", no_proc)
     assert is_remote(Path("/content/drive/MyDrive/run"))
     assert not is_remote(tmp_path)
-    assert os.path.ismount(backup._mount(tmp_path)[0])
+    assert os.path.ismount(backup.mount_of(tmp_path)[0])
 
 
 def test_the_table_of_this_machine_is_read(tmp_path, drive):
-    assert backup._mount(tmp_path)[0] != drive
-    assert backup._mount(drive / "not yet" / "there") == (drive, "tmpfs")
+    assert backup.mount_of(tmp_path)[0] != drive
+    assert backup.mount_of(drive / "not yet" / "there") == (drive, "tmpfs")

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from mshnet import RequestError
-from mshnet.training import backup, checkpoint, resume
+from mshnet.training import checkpoint, resume
 from mshnet.training.config import Config
+from tpuscope import drives
 
 
 def put(folder, name, epoch, step=0, **settings):
@@ -179,7 +180,7 @@ def test_two_backups_are_refused(drive):
 
 
 def test_drive_that_is_not_mounted_is_refused_everywhere():
-    assert not backup.is_remote(Path("/content/drive"), "overlay / overlay rw 0 0\n")
+    assert not drives.is_remote(Path("/content/drive"), "overlay / overlay rw 0 0\n")
     for given, where in (
         ({"save_dir": "/content/drive/MyDrive/a"}, None),
         ({"backup": "/content/drive/MyDrive/a"}, None),

@@ -95,7 +95,7 @@ def test_the_command_reports_in_json_and_answers_again_from_its_cache(
     ],
 )
 def test_a_wrong_request_is_one_line_and_nothing_is_traced(capsys, monkeypatch, flags, words):
-    monkeypatch.setattr(aot, "trace", lambda step: pytest.fail("traced"))
+    monkeypatch.setattr(estimate, "trace", lambda step: pytest.fail("traced"))
     code, output, errors = run(capsys, *flags)
     assert (code, output) == (2, "")
     assert words in errors and errors.count("\n") == 1
@@ -130,7 +130,7 @@ def test_a_compiler_that_is_killed_is_one_line_and_exit_code_1(capsys, tmp_path,
     worker = tmp_path / "worker.py"
     worker.write_text("import os; os.kill(os.getpid(), 9)")
     monkeypatch.setattr(aot, "_WORKER", worker)
-    monkeypatch.setattr(aot, "trace", lambda step: aot.Program(b"program"))
+    monkeypatch.setattr(estimate, "trace", lambda step: aot.Program(b"program"))
     code, output, errors = run(capsys, "--no-cache")
     assert (code, output) == (1, "")
     assert "runs out of memory" in errors and errors.count("\n") == 1
@@ -160,7 +160,7 @@ def test_a_sweep_finds_the_largest_batch_to_an_eighth_and_asks_for_none_twice(st
     topology = {1: "v5e:1x1", 8: "v5e:2x4"}[cores]
     first = estimate.request({"batch_size": start * cores}, "train", topology)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(aot, "compile_step", lambda step, *_: answer(step, most))
+        patch.setattr(estimate, "compile_step", lambda step, *_: answer(step, most))
         tried = list(estimate.sweep(first))
     images = [step.images for step, _ in tried]
     assert images[0] == start and len(set(images)) == len(images) <= 15
@@ -174,7 +174,7 @@ def test_a_sweep_finds_the_largest_batch_to_an_eighth_and_asks_for_none_twice(st
 
 
 def test_a_sweep_prints_a_line_for_each_try_and_json_beside_it(capsys, monkeypatch):
-    monkeypatch.setattr(aot, "compile_step", lambda step, *_: answer(step, 11))
+    monkeypatch.setattr(estimate, "compile_step", lambda step, *_: answer(step, 11))
     code, output, _ = run(capsys, "--sweep", "--batch-size", "8")
     lines = output.splitlines()
     assert code == 0

@@ -75,21 +75,21 @@ def test_scalars_may_not_be_put_on_the_device(xla):
         xla.to_device(torch.tensor(0.0))
 
 
-@pytest.mark.parametrize("variable", runtime.TPU_FLAGS)
+@pytest.mark.parametrize("variable", backends.TPU_FLAGS)
 def test_a_tpu_gets_its_flags_beside_the_users(monkeypatch, variable):
-    ours = runtime.TPU_FLAGS[variable]
+    ours = backends.TPU_FLAGS[variable]
     other = ours.partition("=")[0] + "=otherwise"
     for before, after in (
         ("", ours),
         ("--xla_dump_to=there", f"--xla_dump_to=there {ours}"),
         (other, other),
     ):
-        for name in runtime.TPU_FLAGS:
+        for name in backends.TPU_FLAGS:
             monkeypatch.setenv(name, before)
         monkeypatch.setenv("PJRT_DEVICE", "CPU")
-        runtime.select_platform("CPU")
+        runtime.select_platform("CPU", tpu_flags=backends.TPU_FLAGS)
         assert os.environ[variable] == before
-        runtime.select_platform("TPU")
+        runtime.select_platform("TPU", tpu_flags=backends.TPU_FLAGS)
         assert os.environ[variable] == after
 
 

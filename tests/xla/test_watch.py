@@ -24,7 +24,7 @@ def line_of(mark):
     """Where this file says ``# mark``, as a report writes it."""
     lines = Path(__file__).read_text().splitlines()
     [number] = [i for i, text in enumerate(lines, 1) if text.endswith(f"# {mark}")]
-    return f"test_report.py:{number} "
+    return f"test_watch.py:{number} "
 
 
 class Small:
@@ -343,7 +343,7 @@ def test_steps_are_seen_however_they_end(xla):
         xm.mark_step()
     assert [step.programs for step in w.steps] == [1, 1, 1]
     assert len({str(step.line) for step in w.steps}) == 3
-    assert all("test_report.py" in str(step.line) for step in w.steps)
+    assert all("test_watch.py" in str(step.line) for step in w.steps)
 
 
 def test_without_explaining_there_are_counts_and_steps_but_no_lines(xla):

@@ -4,6 +4,7 @@ import errno
 import tempfile
 from pathlib import Path
 
+from ..drives import DRIVE, MOUNT_DRIVE, is_remote
 from ..errors import RequestError
 from ..timeouts import call_with_timeout
 from .machine import Machine, existing
@@ -15,9 +16,6 @@ PATIENCE = 15.0  # seconds for a drive's answer
 
 def drive(machine: Machine) -> list[Check]:
     """Google Drive as Colab mounts it: mounted, and a file can be written, read and deleted."""
-    from mshnet.data.stage import DRIVE, MOUNT_DRIVE
-    from mshnet.training.backup import is_remote
-
     mounts = (machine.root / "proc/self/mounts").read_text(errors="surrogateescape")
     folder = machine.root / DRIVE.relative_to("/") / "MyDrive"
     try:
@@ -62,7 +60,6 @@ def data_set(folder: str | None) -> Check:
         return ok("data set", detail, "--dataset-dir DIR checks yours (images/, masks/, lists)")
     from mshnet.data.check import check
     from mshnet.data.stage import ARCHIVES
-    from mshnet.training.backup import is_remote
 
     path = Path(folder)
     archive = path.is_file() and path.name.lower().endswith(ARCHIVES)

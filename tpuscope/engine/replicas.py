@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
@@ -182,6 +182,7 @@ def launch(
     cores: int,
     platform: str,
     stop_requested: Callable[[], str | None] = lambda: None,
+    tpu_flags: Mapping[str, str] | None = None,
 ) -> Any:
     """Run ``function(replicas, *args)`` on every core, and wait until all have ended.
 
@@ -194,6 +195,7 @@ def launch(
         platform: ``"TPU"`` or ``"CPU"``.
         stop_requested: asked several times a second; a reason to stop that it gives is passed on
             to :meth:`Replicas.stop_requested`. What it raises ends all replicas at once.
+        tpu_flags: see :func:`tpuscope.engine.torch_xla.select_platform`.
 
     Returns:
         What the function returned on replica 0 (pickled).
@@ -201,7 +203,7 @@ def launch(
     Raises:
         ReplicaFailed: one of them raised or died. All have been ended.
     """
-    runtime.select_platform(platform, cores, processes=cores)
+    runtime.select_platform(platform, cores, processes=cores, tpu_flags=tpu_flags)
     # Of replicas that were killed Python says, at the very end, that they left semaphores.
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
     with tempfile.TemporaryDirectory(prefix="replicas-") as folder:

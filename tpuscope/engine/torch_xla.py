@@ -16,20 +16,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from .. import versions
 from ..timeouts import call_with_timeout
 from . import hardware, metrics
 from .metrics import Counters
 
 VIRTUAL_CORES = 8  # cores that XLA on the CPU can be asked for: as many as one TPU machine has
-
-# For the TPU's compiler, by the variables that it reads.
-TPU_FLAGS = {
-    # The pass cuts the maps of fewer than 8 images into strips, as more images, and copies them to
-    # and fro: by the compiler's account, half of all bytes of such a step.
-    "XLA_FLAGS": "--xla_disable_hlo_passes=space-to-batch-converter",
-    # With tiles of its own for 8-bit numbers, for v6e, libtpu 0.0.21.1 aborts on our float32 step.
-    "LIBTPU_INIT_ARGS": "--xla_tpu_enable_large_2nd_minor_layout_for_x8=false",
-}
 
 # How chips lie on a host's board, by their number: x, y, z of Google's topology variables.
 _BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
@@ -53,8 +45,8 @@ def require_matching_versions() -> None:
     if not installed():
         where = "" if platform.system() == "Linux" else f" (it has no {platform.system()} build)"
         raise XlaUnavailable(
-            f"torch_xla is not installed{where}; on Linux: pip install torch==2.9.0 "
-            "torch_xla==2.9.0, or train with --device cuda or --device cpu"
+            f"torch_xla is not installed{where}; on Linux: {versions.install_torch_xla()}, or "
+            "choose the device cuda or cpu"
         )
     fault = hardware.version_fault(torch.__version__, metadata.version("torch_xla"))
     if fault:
@@ -110,7 +102,9 @@ def is_open() -> bool:
     return torch_xla._XLAC._xla_runtime_is_initialized()
 
 
-def select_platform(name: str, cores: int = 1, processes: int = 1) -> None:
+def select_platform(
+    name: str, cores: int = 1, processes: int = 1, tpu_flags: Mapping[str, str] | None = None
+) -> None:
     """Choose platform and cores for this process; only before the devices are opened.
 
     Args:
@@ -118,6 +112,8 @@ def select_platform(name: str, cores: int = 1, processes: int = 1) -> None:
         cores: XLA devices of this machine that will be used, one of
             :func:`possible_cores`.
         processes: how many processes share them: 1 (SPMD), or one a chip.
+        tpu_flags: what tunes the TPU's compiler for this program, by the variable that holds it
+            (``XLA_FLAGS``, ``LIBTPU_INIT_ARGS``); what the user has set comes first.
     """
     require_matching_versions()
     os.environ["PJRT_DEVICE"] = name
@@ -128,7 +124,7 @@ def select_platform(name: str, cores: int = 1, processes: int = 1) -> None:
         os.environ["CPU_NUM_DEVICES"] = str(cores // processes)
         return
     forget_stale_variables()
-    os.environ.update(with_tpu_flags(os.environ))
+    os.environ.update(merge_flags(os.environ, tpu_flags or {}))
     if 1 < cores < tpu_cores():
         chips = cores // _cores_per_chip()
         if processes == 1:  # all chosen chips in one process
@@ -140,14 +136,19 @@ def select_platform(name: str, cores: int = 1, processes: int = 1) -> None:
             os.environ["TPU_PROCESS_BOUNDS"] = _BOUNDS[chips]
 
 
-def with_tpu_flags(given: Mapping[str, str]) -> dict[str, str]:
-    """:data:`TPU_FLAGS` beside what is given for their variables, which comes first."""
-    flags = {}
-    for variable, flag in TPU_FLAGS.items():
-        present = given.get(variable, "")
-        tried = flag.partition("=")[0] in present
-        flags[variable] = present if tried else f"{present} {flag}".strip()
-    return flags
+def merge_flags(environ: Mapping[str, str], flags: Mapping[str, str]) -> dict[str, str]:
+    """Return the values of the flags' variables: what ``environ`` has comes first.
+
+    Args:
+        environ: variables by name.
+        flags: one compiler flag (``--name=value``) for each variable.
+    """
+    merged = {}
+    for variable, flag in flags.items():
+        present = environ.get(variable, "")
+        already_set = flag.partition("=")[0] in present
+        merged[variable] = present if already_set else f"{present} {flag}".strip()
+    return merged
 
 
 def possible_cores(platform: str) -> list[int]:

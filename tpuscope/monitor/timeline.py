@@ -1,9 +1,8 @@
 """The steps of a watched block as a picture: what the host did, and beside it the device."""
 
-import io
 from typing import TYPE_CHECKING
 
-from matplotlib.figure import Figure
+from ..figure import Picture
 
 if TYPE_CHECKING:
     from .watch import Watch
@@ -15,19 +14,7 @@ _PARTS = (
 )
 
 
-class Timeline(Figure):
-    """A figure that a notebook shows, whether it has started pyplot or not.
-
-    As ``mshnet.plots.Picture``, which this folder must not import: it knows nothing of the rest.
-    """
-
-    def _repr_png_(self) -> bytes:
-        content = io.BytesIO()
-        self.savefig(content, format="png")
-        return content.getvalue()
-
-
-def timeline(watch: "Watch", last: int = 40) -> Timeline:
+def timeline(watch: "Watch", last: int = 40) -> Picture:
     """Two bars a step: the host's time in its parts, and the device's.
 
     The parts are those of :class:`~tpuscope.monitor.report.Step`. The device works beside the
@@ -40,7 +27,7 @@ def timeline(watch: "Watch", last: int = 40) -> Timeline:
         last: steps at the end that are drawn.
     """
     steps = watch.steps[-last:]
-    figure = Timeline(figsize=(7, 3.2), layout="constrained")
+    figure = Picture(figsize=(7, 3.2), layout="constrained")
     axis = figure.subplots()
     at = [step.number for step in steps]
     bottom = [0.0] * len(steps)

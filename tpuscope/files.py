@@ -1,0 +1,76 @@
+"""Files that are written whole or not at all, and the folder for caches."""
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+from .errors import RequestError
+
+
+def write_part(path: Path, write: Callable[[BinaryIO], object]) -> Path:
+    """Write a complete, flushed file under a temporary name beside ``path``.
+
+    The name is this process's own (``.NAME.PID.part``), so two processes never share one.
+
+    Args:
+        path: the file that it will become; the caller renames it with :func:`os.replace`.
+        write: receives the open file, once.
+
+    Returns:
+        The temporary file's path.
+
+    Raises:
+        OSError: the disk is full or gone.
+        BaseException: what ``write`` raises. The temporary file is removed in either case.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with open(part, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
+    return part
+
+
+def write_atomic(path: Path, content: bytes | str | Callable[[BinaryIO], object]) -> None:
+    """Write under a temporary name, flush to disk, rename: a reader never sees half a file.
+
+    Args:
+        path: the file; what was there before is replaced.
+        content: bytes, text (written as UTF-8), or a function that writes to the open file.
+
+    Raises:
+        OSError: the disk is full or gone; the file that was there before is untouched.
+    """
+    if isinstance(content, str):
+        content = content.encode()
+    write = content if callable(content) else lambda file: file.write(content)
+    os.replace(write_part(Path(path), write), path)
+
+
+def cache_folder(name: str) -> Path:
+    """Return ``~/.cache/NAME``, or ``NAME`` below ``XDG_CACHE_HOME``; it need not exist."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / name
+
+
+def require_writable(flag: str, folder: Path) -> None:
+    """Make the folder if needed, and prove that a file can be written there.
+
+    Raises:
+        RequestError: it cannot; names the flag and the folder.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"x")
+    except OSError as error:
+        raise RequestError(
+            f"{flag} {folder} cannot be written ({error.strerror}); choose another folder"
+        ) from error

@@ -1,0 +1,27 @@
+"""The versions that belong together; the only place that names them.
+
+torch and torch_xla are bound by a C++ ABI. Colab's TPU runtime has these versions
+(constraints/colab-tpu.txt), and PyTorch/XLA 2.9 is the last release.
+"""
+
+import sys
+
+TORCH_XLA = "2.9.0"  # and of torch beside it
+JAX = "0.7.2"  # and of jaxlib: brings the interface to the TPU's compiler
+# torch_xla[tpu] pins libtpu 0.0.21, which has no wheel for Python 3.13; Colab has 0.0.21.1 there.
+LIBTPU, LIBTPU_313 = "0.0.21", "0.0.21.1"
+
+
+def libtpu(python: tuple[int, ...] = sys.version_info[:2]) -> str:
+    """Return the libtpu version that has a wheel for this Python."""
+    return LIBTPU_313 if python >= (3, 13) else LIBTPU
+
+
+def install_torch_xla() -> str:
+    """Return the command that installs the pair."""
+    return f"pip install torch=={TORCH_XLA} torch_xla=={TORCH_XLA}"
+
+
+def install_compiler(python: tuple[int, ...] = sys.version_info[:2]) -> str:
+    """Return the command that installs the TPU's compiler."""
+    return f"pip install jax=={JAX} jaxlib=={JAX} libtpu=={libtpu(python)}"

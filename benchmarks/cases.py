@@ -555,9 +555,9 @@ def _metrics_row(settings: Settings) -> Row:
 def tpu_bytes(settings: Settings) -> list[Row]:
     """Bytes that a step moves for each image, by the TPU's compiler."""
     _use_xla_on_cpu()
-    given = {"batch_size": settings.batch_size, "base_size": settings.size}
+    overrides = {"batch_size": settings.batch_size, "base_size": settings.size}
     network = {"widths": settings.widths, "depths": settings.depths}
-    ours = estimate.compile_step(estimate.request(given | network, "train", "v5e:1x1"))
+    ours = estimate.compile_step(estimate.request(overrides | network, "train", "v5e:1x1"))
     step = Step(settings, backends.make_backend("tpu"))
     upsample_by_matrices(step.theirs)
     _replace(step.theirs, nn.AdaptiveMaxPool2d, lambda module: Largest())

@@ -29,7 +29,8 @@ from mshnet.data.sample_cache import SampleCache
 from mshnet.data.scenes import write_scenes
 from mshnet.training import backend as backends
 from mshnet.training.step import DEVIATION, MEAN, Normalize, train_step
-from tpuscope.monitor.watch import Report, watch
+from tpuscope import watch
+from tpuscope.monitor.watch import Report
 
 WARM_EPOCH = 0  # epoch 0 trains one head with the plain IoU loss, later ones all heads
 

@@ -13,8 +13,9 @@ import sys
 import torch
 from torch.nn import functional as F
 
+from tpuscope import watch
 from tpuscope.engine import torch_xla as runtime
-from tpuscope.monitor.watch import Report, watch
+from tpuscope.monitor.watch import Report
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -108,8 +108,8 @@ def table(rows: list[tuple[int, int, Compiled | None]]) -> str:
 
 def _answer(cores: int, batch: int, size: int, precision: str) -> Compiled | None:
     rows, columns = SLICES[cores]
-    given = {"batch_size": cores * batch, "base_size": size, "precision": precision}
-    step = estimate.request(given, "train", f"v5e:{rows}x{columns}")
+    overrides = {"batch_size": cores * batch, "base_size": size, "precision": precision}
+    step = estimate.request(overrides, "train", f"v5e:{rows}x{columns}")
     report = estimate.compile_step(step)
     return Compiled.of(report) if report.fits else None
 

@@ -335,5 +335,5 @@ def _feed_point(settings: cases.Settings, cores: int, workers: int) -> float:
 
 def _least_seconds(topology: str, batch: int, size: int) -> float:
     """Of a step on a TPU, by its compiler."""
-    given = {"batch_size": batch, "base_size": size, "precision": "bf16"}
-    return estimate.compile_step(estimate.request(given, "train", topology)).roofline_seconds
+    overrides = {"batch_size": batch, "base_size": size, "precision": "bf16"}
+    return estimate.compile_step(estimate.request(overrides, "train", topology)).roofline_seconds

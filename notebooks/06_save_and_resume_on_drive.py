@@ -135,11 +135,11 @@ if SMALL:  # the command has no flag for the width of the network, so a script s
     script = LOCAL / "narrow.py"
     script.write_text("""\
 import sys
-from mshnet import api as jobs; from mshnet import cli
+from mshnet import api, cli
 
 NARROW = {"widths": (2, 4, 4, 8, 8), "depths": (1, 1, 1, 1, 1)}
-train = jobs.train
-jobs.train = lambda given, *args, **kwargs: train(NARROW | given, *args, **kwargs)
+train = api.train
+api.train = lambda overrides, *args, **kwargs: train(NARROW | overrides, *args, **kwargs)
 sys.exit(cli.main(["train", *sys.argv[1:]]))
 """)
     COMMAND = [sys.executable, str(script)]
@@ -697,14 +697,14 @@ assert torch.equal(undisturbed, resumed)
 # mode reads `torch.load(path)["state_dict"]`.
 #
 # Make `last.pkl` out of the run `first`, so that it would open there. Then prove that it is the
-# last epoch: `jobs.test({"weight_path": …, "dataset_dir": …, "base_size": …, …})` has to give the
+# last epoch: `api.test({"weight_path": …, "dataset_dir": …, "base_size": …, …})` has to give the
 # IoU of the last line of `metrics.jsonl`. (A file without settings does not know how wide its
 # network is: give `widths` and `depths` where they are not the official ones.)
 
 # %% tags=["exercise"]
 last_weights = LOCAL / "last.pkl"
 last_weights.unlink(missing_ok=True)  # begin anew each time
-tested_iou = ...  # from jobs.test(…)["corrected"]["iou"]
+tested_iou = ...  # from api.test(…)["corrected"]["iou"]
 
 # %% tags=["check"]
 # @title Check: run this cell to see whether you are right

@@ -89,7 +89,7 @@ def batch(size=BATCH):
 
 
 # %%
-from tpuscope.monitor.watch import watch
+from tpuscope import watch
 
 model = Model()
 with watch() as w:
@@ -136,7 +136,7 @@ assert f"became ({BATCH - 1}, 1, {SIZE}, {SIZE}) at step 3" in w.report().verdic
 # long as the process.) Two steps can also be laid side by side:
 
 # %%
-from tpuscope.monitor.watch import compare
+from tpuscope import compare
 
 print(compare(w.steps[1], w.steps[2]))
 
@@ -337,7 +337,7 @@ assert w.report().fine and len(w.steps) == 4
 # (`tests/xla/test_trainer.py`).
 
 # %%
-from tpuscope.monitor.watch import Budget, BudgetExceeded
+from tpuscope import Budget, BudgetExceeded
 
 model = Model()
 try:
@@ -361,7 +361,7 @@ assert "2 compilations, 1 allowed" in exceeded
 # the same time; on XLA:CPU too.
 
 # %%
-from tpuscope.monitor.watch import timeline
+from tpuscope import timeline
 
 model = Model()
 with watch() as w:
@@ -431,7 +431,7 @@ print(pasted[start : start + 600], "\n…\n", pasted[-420:])
 # verdicts are a start:
 
 # %%
-from tpuscope.monitor.watch import from_text
+from tpuscope import from_text
 
 theirs = from_text(pasted)
 print(theirs)

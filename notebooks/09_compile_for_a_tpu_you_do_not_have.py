@@ -327,18 +327,18 @@ assert eight["cores"] == 8 and {c["kind"] for c in eight["collectives"]} == {"al
 # %% [markdown]
 # ## Layer by layer, before any compiler
 #
-# How do layers' names get into a TPU's program? While a step is traced, `tpuscope.monitor.layers` listens
-# to all modules and to autograd, and writes on each operation who asked for it. The same can be
+# How do layers' names get into a TPU's program? While a step is traced, `tpuscope.track` listens
+# to all modules and to autograd, and labels each operation with the layer that asked for it. The same can be
 # read at once, for any module and on any device, with what has no lowering and would run on the
 # host:
 
 # %%
-from tpuscope.monitor import layers
+from tpuscope import track
 
 upsampling = nn.Sequential(
     nn.Conv2d(1, 4, 3), nn.Upsample(scale_factor=2, mode="bilinear"), nn.Conv2d(4, 1, 3)
 )
-print(layers.track(upsampling.to(device), torch.zeros(2, 1, 16, 16)).table())
+print(track(upsampling.to(device), torch.zeros(2, 1, 16, 16)).table())
 
 # %% [markdown]
 # **What just happened.** Forward and backward in one table. One operation fell back to the host: the

@@ -193,12 +193,12 @@ if not TPU:
     os.environ["PJRT_DEVICE"] = "CPU"  # XLA on the CPU
 
 from labs.super_resolution.training import LOSSES, Gan, Settings, open_backend, scaled_rate
-from tpuscope.monitor.watch import Budget, watch
+from tpuscope import Budget, watch
 
 shape = {"size": SIZE, "crop": CROP, "batch_size": BATCH, "width": WIDTH, "blocks": BLOCKS}
 settings = Settings(**shape, discriminator_width=JUDGE, device="tpu")
 gan = Gan(settings, open_backend("tpu"))
-_, step = gan.repeated()
+_, step = gan.compiled_steps()
 samples = frames.Crops([frame for frame, _ in train], CROP, seed=0)
 
 with watch(budget=Budget(compilations=1, fallbacks=0, host_reads=0)) as w:

@@ -63,10 +63,8 @@ import torch_xla
 from torch_xla.backends import set_mat_mul_precision
 
 from labs.text_generation import bits, decoder, look, ways
-from tpuscope import aot
+from tpuscope import aot, track, watch
 from tpuscope.engine import lazy_graph
-from tpuscope.monitor import layers
-from tpuscope.monitor.watch import watch
 
 if TPU:  # it multiplies float32 in bfloat16 unless it is told otherwise, and then two ways to the
     # same logits differ in the third digit, and now and then in a token
@@ -279,25 +277,25 @@ look.time_per_token([*growing, *padded, *static])
 # ## What is left is the host
 
 # %%
-way = ways.Replayed(model, capacity=64, multiple=16)
-replayed = look.measure(way, PROMPTS, TOKENS)
-print(look.table([*static[1:], *replayed[1:]]))
+way = ways.Compiled(model, capacity=64, multiple=16)
+compiled = look.measure(way, PROMPTS, TOKENS)
+print(look.table([*static[1:], *compiled[1:]]))
 
 written = {}
-for run in (static[-1], replayed[-1]):
+for run in (static[-1], compiled[-1]):
     counters = run.report.counts.counters
     operations = sum(n for name, n in counters.items() if name.startswith("xla::"))
     written[run.way] = operations / TOKENS
     print(f"{run.way:<10}{written[run.way]:>6.1f} operations written down for each token")
 
-assert [run.text for run in replayed] == [run.text for run in static]
-assert [run.report.compilations for run in replayed[1:]] == [0, 0]
-assert way.fallback_reason is None and written["replayed"] < written["static"] / 3
+assert [run.text for run in compiled] == [run.text for run in static]
+assert [run.report.compilations for run in compiled[1:]] == [0, 0]
+assert way.fallback_reason is None and written["compiled"] < written["static"] / 3
 
 # %% [markdown]
 # **What just happened.** `tpuscope/engine/compiled_step.py` has the decode step written down twice, sees that
 # both are the same program, and from then on calls it with the present cache. It is possible because
-# nothing in the step is a Python number. The choice of the token stays outside, since a replayed
+# nothing in the step is a Python number. The choice of the token stays outside, since a compiled
 # program would draw the same random numbers again; it is what is still written down, with the
 # prefill.
 #
@@ -508,7 +506,7 @@ angles = host.model.rotary_emb(inputs, torch.arange(8)[None])
 arguments = (inputs, torch.zeros(1, 1, 8, 8), None, None, False, angles)
 with torch.no_grad():
     here, there = (
-        layers.track(network.model.layers[0], *arguments, backward=False)
+        track(network.model.layers[0], *arguments, backward=False)
         for network in (host, model)
     )
 print(there.table(), "\n")
@@ -799,7 +797,7 @@ assert report.compilations <= 2 and report.host_reads == 0
 # * `torch_xla.sync()` after each token, clean-up and batch; ask whether to stop every few tokens.
 # * `torch_xla.manual_seed` makes sampling repeat; left padding, a mask and positions make a batch
 #   equal its texts.
-# * `look.differences` finds the layer, `layers.track` its operations; `XLA_IR_DEBUG`,
+# * `look.differences` finds the layer, `track` its operations; `XLA_IR_DEBUG`,
 #   `XLA_HLO_DEBUG` and `PT_XLA_DEBUG_LEVEL` name lines, for one run.
 # * 8-bit weights that are converted in the program work and save most of the bytes; products of
 #   int8 overflow, and what PyTorch offers for CUDA or CPU runs on the host.

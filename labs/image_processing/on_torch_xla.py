@@ -103,7 +103,7 @@ def _watched(function: Callable, images: Tensor, boxes: Sequence[Box]) -> dict:
     """Call it on each image with its box, a step each, and report."""
     import torch_xla
 
-    from tpuscope.monitor.watch import watch
+    from tpuscope import watch
 
     with watch() as w:
         for image, box in zip(images.split(1), boxes, strict=True):

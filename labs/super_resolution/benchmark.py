@@ -33,11 +33,11 @@ PLACES = {
 }
 
 
-def run(given: dict, steps: int = 5) -> list[dict]:
+def run(overrides: dict, steps: int = 5) -> list[dict]:
     """Measure on each device.
 
     Args:
-        given: sizes, by the field names of :class:`.training.Settings`.
+        overrides: sizes, by the field names of :class:`.training.Settings`.
         steps: timed ones.
 
     Returns:
@@ -48,8 +48,8 @@ def run(given: dict, steps: int = 5) -> list[dict]:
     """
     if steps < 1:
         raise RequestError(f"--steps {steps}: must be at least 1")
-    Settings.from_dict(given)
-    return [{"place": place} | _in_a_process(place, given, steps) for place in PLACES]
+    Settings.from_dict(overrides)
+    return [{"place": place} | _in_a_process(place, overrides, steps) for place in PLACES]
 
 
 def absent(place: str) -> str | None:
@@ -63,12 +63,12 @@ def absent(place: str) -> str | None:
     return None
 
 
-def _in_a_process(place: str, given: dict, steps: int) -> dict:
+def _in_a_process(place: str, overrides: dict, steps: int) -> dict:
     missing = absent(place)
     if missing:
         return {"absent": missing}
     device, variables = PLACES[place]
-    request = json.dumps({"given": given | {"device": device}, "steps": steps})
+    request = json.dumps({"overrides": overrides | {"device": device}, "steps": steps})
     done = subprocess.run(
         [sys.executable, "-m", "labs.super_resolution.benchmark", request],
         cwd=ROOT,
@@ -81,17 +81,17 @@ def _in_a_process(place: str, given: dict, steps: int) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def measure(given: dict, steps: int) -> dict:
+def measure(overrides: dict, steps: int) -> dict:
     """In this process.
 
     Returns:
         ``label`` of the device; ``first_seconds`` of the first two steps together, ``step_seconds``
         and ``frame_seconds`` (the median), ``losses`` of the last step, ``compilations`` of all.
     """
-    settings = Settings.from_dict(given)
+    settings = Settings.from_dict(overrides)
     backend = open_backend(settings.device)
     gan = Gan(settings, backend)
-    _, step = gan.repeated()
+    _, step = gan.compiled_steps()
     random = torch.Generator().manual_seed(0)
     shape = (settings.batch_size, 1, settings.crop, settings.crop)
     high = backend.to_device(torch.randint(0, 256, shape, generator=random, dtype=torch.uint8))
@@ -155,4 +155,4 @@ def _median(values: list[float]) -> float:
 
 if __name__ == "__main__":
     request = json.loads(sys.argv[1])
-    print(json.dumps(measure(request["given"], request["steps"])))
+    print(json.dumps(measure(request["overrides"], request["steps"])))

@@ -196,7 +196,7 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _given(args: argparse.Namespace) -> dict:
+def _overrides(args: argparse.Namespace) -> dict:
     return {k: v for k, v in vars(args).items() if k in Settings.__dataclass_fields__}
 
 
@@ -206,7 +206,7 @@ def _log(text: str) -> None:
 
 def _train(args: argparse.Namespace) -> int:
     with signals(_log) as stop:
-        run = training.train(_given(args), args.resume, _log, stop)
+        run = training.train(_overrides(args), args.resume, _log, stop)
     if run.backend.is_main_process and run.records:
         pictures.curves(run.records, run.folder / "curves.png")
     if run.stopped:
@@ -244,12 +244,12 @@ def _whole(frame, scale: int, path: Path):
 
 
 def _detect(args: argparse.Namespace) -> int:
-    given = _given(args)
-    folder = Path(given.pop("save_dir"))
+    overrides = _overrides(args)
+    folder = Path(overrides.pop("save_dir"))
     if args.seeds < 1:
         raise RequestError(f"--seeds {args.seeds}: must be at least 1")
     experiment = detect.Experiment(
-        Settings.from_dict(given),
+        Settings.from_dict(overrides),
         args.train_on.split(","),
         args.epochs,
         args.detector_batch_size,
@@ -264,7 +264,7 @@ def _detect(args: argparse.Namespace) -> int:
 
 
 def _benchmark(args: argparse.Namespace) -> int:
-    results = benchmark.run(_given(args), args.steps)
+    results = benchmark.run(_overrides(args), args.steps)
     _log(json.dumps(results) if args.json else benchmark.table(results))
     return 1 if any("error" in result for result in results) else 0
 

@@ -238,7 +238,7 @@ class Gan:
         judged = torch.sigmoid(on_real).mean(), torch.sigmoid(on_made).mean()
         return self._added(sums, pixel, perceptual, adversarial, of_discriminator, *judged)
 
-    def repeated(self) -> tuple[Callable, Callable]:
+    def compiled_steps(self) -> tuple[Callable, Callable]:
         """Both steps, each compiled once (``Backend.compile_step``)."""
         state = [*self.features.parameters(), *self.features.buffers()]
         for name, network in self.networks.items():
@@ -343,7 +343,7 @@ class Run:
     def fit(self) -> list[dict]:
         """Train the steps that are left, or until the session ends; the records."""
         settings, backend = self.settings, self.backend
-        content, adversarial = self.gan.repeated()
+        content, adversarial = self.gan.compiled_steps()
         loader = data.crop_loader(
             self._crops, self.step, settings.steps, settings.batch_size, backend.input_shard
         )
@@ -404,22 +404,22 @@ class Run:
             checkpoint.save({"generator": weights, **about}, self.folder / name)
 
 
-def resumed(given: dict, run: str | Path | None) -> tuple[Settings, dict | None]:
+def resumed(overrides: dict, run: str | Path | None) -> tuple[Settings, dict | None]:
     """Settings of a request, and the checkpoint to continue from.
 
     Args:
-        given: settings by name.
+        overrides: settings by name.
         run: a run's folder; its settings hold unless given.
 
     Raises:
         RequestError: there is nothing to continue, or a setting is wrong.
     """
     if run is None:
-        return Settings.from_dict(given), None
+        return Settings.from_dict(overrides), None
     path, content, _ = checkpoint.newest([Path(run)])
     if path is None or "discriminator" not in content:
         raise RequestError(f"--resume {run}: no whole checkpoint of this lab is there")
-    settings = Settings.from_dict(content["settings"] | given | {"save_dir": str(run)})
+    settings = Settings.from_dict(content["settings"] | overrides | {"save_dir": str(run)})
     if content["step"] >= settings.steps:
         raise RequestError(
             f"--resume {run}: its {content['step']} steps are done; ask for more with --steps"
@@ -428,12 +428,12 @@ def resumed(given: dict, run: str | Path | None) -> tuple[Settings, dict | None]
 
 
 def train(
-    given: dict, resume: str | Path | None = None, log: Log = print, stop=lambda: None
+    overrides: dict, resume: str | Path | None = None, log: Log = print, stop=lambda: None
 ) -> Run:
     """Train from settings, and save; the finished (or stopped) run.
 
     Args:
-        given: settings by the field names of :class:`Settings`.
+        overrides: settings by the field names of :class:`Settings`.
         resume: folder of a run to continue.
         log: takes messages for people.
         stop: tells the name of a signal that asks to stop, or None.
@@ -441,7 +441,7 @@ def train(
     Raises:
         RequestError: the request cannot be fulfilled; nothing has been trained then.
     """
-    settings, state = resumed(given, resume)
+    settings, state = resumed(overrides, resume)
     backend = open_backend(settings.device, settings.tpu_cores)
     log(f"device: {backend.label}")
     frames = [frame for frame, _ in data.pairs(settings.dataset_dir, "train", settings.size)]

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from tpuscope.monitor.watch import Report, watch
+from tpuscope import watch
+from tpuscope.monitor.watch import Report
 
 FP8 = torch.float8_e4m3fn
 

@@ -9,9 +9,10 @@ import torch_xla
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tpuscope import watch
 from tpuscope.figure import Picture
 from tpuscope.monitor.layers import LayerReport, columns
-from tpuscope.monitor.watch import Report, watch
+from tpuscope.monitor.watch import Report
 
 from .ways import Way, forward, generate
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, StaticCache
 from transformers.modeling_outputs import CausalLMOutputWithPast as CausalLMOutput
 
-from tpuscope.engine.compiled_step import CompiledStep
+from tpuscope import CompiledStep
 from tpuscope.errors import RequestError
 
 from .decoder import END, PAD, decode, encode
@@ -173,16 +173,15 @@ class Static:
         return output.logits[:, -1]
 
 
-class Replayed(Static):
-    """As :class:`Static`, but the decode step is traced twice and from then on only called.
+class Compiled(Static):
+    """Like :class:`Static`, but the decode step is traced twice and called as a program afterwards.
 
-    The choice of the token stays outside, a small program of its own: a replayed program would
-    draw the same random numbers each time.
+    The choice of the token is a small program of its own.
     """
 
-    name = "replayed"
+    name = "compiled"
     _cache: StaticCache | None = None  # one for all requests: the program knows its tensors
-    _replay: CompiledStep | None = None
+    _compiled_step: CompiledStep | None = None
 
     def begin(self, ids: Tensor) -> None:
         """Take left-padded prompts, int64 (B, W), from the host."""
@@ -192,22 +191,22 @@ class Replayed(Static):
             kept.reset()
             self._cache = kept
         else:
-            self._replay = None
+            self._compiled_step = None
 
     def _decode(self, token: Tensor, ids: Tensor) -> Tensor:
-        if self._replay is None:
+        if self._compiled_step is None:
             state = [*self.model.parameters(), *self.model.buffers()]
             for layer in self._cache.layers:
                 state += [layer.keys, layer.values, layer.cumulative_length]
             step = super()._decode
-            # A view would keep the tensor below it alive, which CompiledStep takes for a stranger.
-            self._replay = CompiledStep(lambda *batch: (step(*batch).clone(),), state)
-        return self._replay(token, ids)[0]
+            # A view would keep the tensor below it alive, which is neither state nor argument.
+            self._compiled_step = CompiledStep(lambda *batch: (step(*batch).clone(),), state)
+        return self._compiled_step(token, ids)[0]
 
     @property
-    def why(self) -> str | None:
-        """Why the step is traced each time after all, or None."""
-        return self._replay and self._replay.fallback_reason
+    def fallback_reason(self) -> str | None:
+        """Reason why the step is traced at every call; None while it is compiled."""
+        return self._compiled_step and self._compiled_step.fallback_reason
 
 
 Way = Growing | Padded | Static

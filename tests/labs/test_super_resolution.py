@@ -58,7 +58,7 @@ def crops(seed: int) -> torch.Tensor:
 
 def steps(gan: Gan, count: int) -> list[list[float]]:
     """The losses of some GAN steps, read after the last."""
-    _, step = gan.repeated()
+    _, step = gan.compiled_steps()
     results = []
     for seed in range(count):
         sums = gan.backend.to_device(torch.zeros(len(LOSSES)))
@@ -174,7 +174,7 @@ def test_the_learning_rate_grows_in_proportion_to_the_batch():
 def test_a_gan_step_is_the_discriminators_step_and_then_the_generators():
     backend = open_backend("cpu")
     together, apart = (Gan(tiny(), backend) for _ in range(2))
-    step, high = together.repeated()[1], crops(0)
+    step, high = together.compiled_steps()[1], crops(0)
     step(high, torch.zeros(len(LOSSES)))
 
     real = high.float() / 255
@@ -206,7 +206,7 @@ def test_two_optimizers_in_one_xla_program_that_is_compiled_once_and_computes_as
 
     gan = Gan(tiny(device="tpu"), open_backend("tpu"))
     with watch(budget=Budget(compilations=1, fallbacks=0, host_reads=0)) as w:
-        _, step = gan.repeated()
+        _, step = gan.compiled_steps()
         results = []
         for seed in range(4):
             sums = gan.backend.to_device(torch.zeros(len(LOSSES)))
@@ -303,7 +303,7 @@ gan = Gan(Settings.from_dict(given | {"device": "tpu", "tpu_cores": cores}), bac
 random = torch.Generator().manual_seed(0)
 batches = [[torch.randint(0, 256, (2, 1, 16, 16), generator=random, dtype=torch.uint8)]
            for _ in range(3)]
-_, step = gan.repeated()
+_, step = gan.compiled_steps()
 rows = []
 for [high] in backend.device_batches(batches):
     rows += step(high, backend.to_device(torch.zeros(len(LOSSES))))
@@ -328,7 +328,7 @@ def test_two_virtual_cores_train_as_eager_pytorch_on_one():
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["label"] == "XLA on CPU, 2 cores" and found["fallbacks"] == 0
     gan = Gan(tiny(), open_backend("cpu"))
-    _, step = gan.repeated()
+    _, step = gan.compiled_steps()
     random = torch.Generator().manual_seed(0)
     expected = []
     for _ in range(3):

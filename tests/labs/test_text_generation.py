@@ -108,8 +108,8 @@ def test_a_step_of_the_static_way_has_no_fallback_and_is_one_program(model):
     assert w.report().compilations <= 2
 
 
-def test_a_replayed_step_writes_the_same_and_compiles_nothing_for_the_next_prompt(model):
-    way = ways.Replayed(model, 32)
+def test_a_compiled_step_writes_the_same_and_compiles_nothing_for_the_next_prompt(model):
+    way = ways.Compiled(model, 32)
     for number, prompt in enumerate(PROMPTS):
         with watch(explain=False) as w:
             text = ways.generate(way, [prompt], 6)
@@ -118,8 +118,8 @@ def test_a_replayed_step_writes_the_same_and_compiles_nothing_for_the_next_promp
         assert number == 0 or w.report().compilations == 0
 
 
-def test_a_replayed_way_takes_a_batch_after_a_single_prompt(model):
-    way = ways.Replayed(model, 32)
+def test_a_compiled_way_takes_a_batch_after_a_single_prompt(model):
+    way = ways.Compiled(model, 32)
     ways.generate(way, PROMPTS[:1], 4)
     expected = ways.generate(ways.Static(model, 32), PROMPTS, 4)
     assert ways.generate(way, PROMPTS, 4) == expected

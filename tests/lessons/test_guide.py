@@ -104,7 +104,7 @@ def test_anchors_that_others_have_linked_still_exist():
         "several-cores", "one-core-or-several", "kaggle-eight-cores", "one-tpu-vm", "a-pod-slice",
         "the-two-strategies", "stopping-saving-resuming", "what-to-expect-an-estimate",
         "what-was-checked-and-how", "before-you-book-a-tpu-mshnet-aot",
-        "when-the-host-cannot-keep-up-mshnetxlareplay", "something-does-not-work-mshnet-doctor",
+        "when-the-host-cannot-keep-up-compiledstep", "something-does-not-work-mshnet-doctor",
         "troubleshooting-by-exact-message", "starting-several-cores",
     }  # fmt: skip
     assert known <= anchors(read("GUIDE.md"))

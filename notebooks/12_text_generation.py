@@ -506,8 +506,7 @@ angles = host.model.rotary_emb(inputs, torch.arange(8)[None])
 arguments = (inputs, torch.zeros(1, 1, 8, 8), None, None, False, angles)
 with torch.no_grad():
     here, there = (
-        track(network.model.layers[0], *arguments, backward=False)
-        for network in (host, model)
+        track(network.model.layers[0], *arguments, backward=False) for network in (host, model)
     )
 print(there.table(), "\n")
 print(look.operations(here, there))

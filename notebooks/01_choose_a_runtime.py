@@ -1,17 +1,19 @@
 # %% [markdown]
 # # 01 · Choose a runtime
 #
-# **Know what a TPU is good at, where one is to be had, and what this notebook is running on.**
+# **Know what a TPU is good at, where to get one, and what this notebook is running on.**
 #
 # {{badges}}
+#
+# The guide in other languages: [中文]({{repository}}/blob/main/GUIDE.zh.md) · [한국어]({{repository}}/blob/main/GUIDE.ko.md)
 #
 # {{time: 10 min on v5e-1}}
 #
 # **You will be able to**
 #
-# * say what a TPU asks of a program: large matrix products, fixed shapes, a compiler in front;
+# * explain what a TPU needs from a program: large matrix products, fixed shapes, a compiler (XLA);
 # * choose between one core, eight cores and a GPU, and find the menu that gives it to you;
-# * find out what a machine has without taking hold of its TPU.
+# * find out what a machine has without opening its TPU.
 #
 # **You need** a Google or Kaggle account if you want a TPU. To read and run this lesson you need
 # only a machine with Python.
@@ -32,16 +34,16 @@ if importlib.util.find_spec("mshnet") is None:  # a fresh Colab or Kaggle sessio
 # %% [markdown]
 # ## What a TPU is for
 #
-# The heart of a TPU core are its **matrix units**: square grids of multiply-add cells, 128×128 on a
+# The heart of a TPU core are its **matrix units** (MXU), systolic arrays: square grids of multiply-accumulate cells, 128×128 on a
 # v5e and 256×256 on a [v6e](https://docs.cloud.google.com/tpu/docs/v6e). Beside them works a vector
-# unit of 128 lanes. Convolutions are matrix products here, so a network like MSHNet keeps the grids
+# unit (VPU) of 128 lanes. Convolutions are matrix products here, so a network like MSHNet keeps the grids
 # busy, if its arrays fill them.
 #
 # Nothing is scheduled at run time. A compiler, **XLA**, lays out every array and orders every
-# operation beforehand. For that it wants the whole program, called a graph, and **fixed shapes**.
-# So PyTorch on XLA does not compute an operation when Python meets it. It writes the operation
-# down, and at the end of a step it compiles what it has written, or reuses the program if it has
-# seen the same graph before.
+# operation beforehand. For that it needs the whole program, called a graph, and **fixed shapes**.
+# So PyTorch/XLA tensors are *lazy*: an operation is not computed when Python reaches it. PyTorch/XLA records
+# (traces) each operation and compiles the graph at the end of the step, or reuses the compiled program if it
+# has seen the same graph before.
 #
 # Both facts in one picture. The left half is a sketch; the right half is computed.
 
@@ -89,9 +91,9 @@ plt.show()
 
 # %% [markdown]
 # **What just happened.** Left: eager PyTorch hands each operation to the GPU as Python meets it.
-# With XLA the host writes a whole step down, compiles it once (orange), and from then on the device
-# runs whole steps while the host is already writing the next. A new shape would put another orange
-# bar anywhere in the row.
+# With XLA the host traces a whole step, compiles it once (orange), and from then on the device
+# runs whole steps while the host already traces the next. A new shape causes a recompilation: another
+# orange bar anywhere in the row.
 #
 # Right: an axis is cut into pieces of 128 and the last piece is filled up. An axis of 32 uses a
 # quarter of the lanes and still pays for all of them; one value too many costs almost half. The
@@ -99,7 +101,7 @@ plt.show()
 # the exercise is about that.
 
 # %% [markdown]
-# ## Where TPUs are to be had
+# ## Where to get a TPU
 #
 # | where | TPU | cores | memory of a core |
 # |---|---|---|---|
@@ -144,7 +146,7 @@ clicks(
 #   `--num-cores 8` in Colab are older than that. Lesson 05 uses Kaggle for eight cores, or eight
 #   virtual ones.
 # * Free Colab sessions are short and end without asking. Lesson 06 saves to Drive and resumes.
-# * Kaggle asks for a verified phone number before it lends accelerators. A kernel whose metadata
+# * Kaggle asks for a verified phone number before it provides accelerators. A kernel whose metadata
 #   pin a CPU docker image gets a machine without a TPU, and no message.
 # * After changing the runtime you have a new machine: files and installed packages of the old one
 #   are gone.
@@ -166,9 +168,9 @@ clicks(
 # %% [markdown]
 # ## Where does this notebook run?
 #
-# The next cell looks, and touches nothing. This matters: **a TPU is opened by one process at a
+# The next cell only looks and opens nothing. This matters: **a TPU is opened by one process at a
 # time**, and the first computation in this notebook would open it and keep it until the kernel is
-# restarted. A training started beside it (`!mshnet train …`) would then find the TPU taken. So
+# restarted. A training run started beside it (`!mshnet train …`) would then find the TPU taken. So
 # `runtime.tpu_chips()` counts devices on the PCI bus instead of asking the TPU.
 
 # %%
@@ -235,7 +237,7 @@ def verdict(found):
 print(verdict(found))
 
 # %% [markdown]
-# **What just happened.** Nothing was opened, so a training in another process may have the TPU.
+# **What just happened.** Nothing was opened, so a training run in another process can use the TPU.
 # The same function for machines you may meet:
 
 # %%
@@ -269,7 +271,7 @@ print(f"{len(names)} variables set")
 # TPU compiler lays the **batch** of these maps over the 128 lanes and fills it up.
 #
 # Write `map_bytes(batch)`: the bytes of one such map in TPU memory. Then answer: how many times as
-# dear is an *image* at batch 32 as at batch 128? How many maps of a batch of 128 fit into the 16 GB
+# expensive is an *image* at batch 32 as at batch 128? How many maps of a batch of 128 fit into the 16 GB
 # of a v5e?
 
 
@@ -317,17 +319,17 @@ times_as_dear = (map_bytes(32) / 32) / (map_bytes(128) / 128)
 maps_that_fit = int(16e9 // map_bytes(128))
 
 # %% [markdown] tags=["solution"]
-# The map costs the same for 32 images as for 128. So an image is four times as dear at batch 32,
+# The map costs the same for 32 images as for 128. So an image is four times as expensive at batch 32,
 # in memory and in the time it takes to move it. This is why a batch of 128 in bfloat16 suits a
 # single v5e core, and why 32 images spread over eight cores, four on each, fill so little. The
-# whole network is kinder than this one map: its deeper levels have more channels, and there the
-# channels lie in the lanes. And this package lays columns of a map beside the channels, so that small
-# batches fill the lanes, too (`mshnet/space_to_depth.py`). Lesson 09 asks the real TPU compiler for the sum.
+# whole network does better than this one map: its deeper levels have more channels, which lie in
+# the lanes. And this package moves columns of a map into channels (space-to-depth), so that small
+# batches fill the lanes, too (`mshnet/space_to_depth.py`). Lesson 09 gets the total from the real TPU compiler.
 
 # %% [markdown]
 # ## Recap
 #
-# * A TPU wants large matrix products and fixed shapes; XLA compiles a step once for each shape, and
+# * A TPU needs large matrix products and fixed shapes; XLA compiles a step once for each shape, and
 #   an axis that does not fill 128 lanes is padded and paid for in full.
 # * Colab gives one core (v5e-1, paid v6e-1), Kaggle eight (v5e-8), a Cloud TPU VM eight and more. A
 #   GPU is better for short, irregular or experimental work.

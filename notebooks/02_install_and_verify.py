@@ -12,7 +12,7 @@
 #
 # * tell which versions are installed, and why you should not change them in Colab;
 # * install the pair on an empty machine;
-# * ask one call what works on a machine and how to mend the rest;
+# * find out with one call what works on a machine and how to fix the rest;
 # * verify a device: a matrix product, a training step with gradients, the cost of the first run;
 # * recognise calls from old TPU guides and write today's.
 #
@@ -66,7 +66,7 @@ for name, colab in COLAB.items():
 #
 # `torch_xla` is compiled against the C++ inside `torch`. With another minor version the import ends
 # in an "undefined symbol". So **do not install torch or torch_xla over what a TPU runtime brings**,
-# and beware of packages that do it for you: a plain `pip install something` that wants another
+# and beware of packages that do it for you: a plain `pip install something` that requires another
 # torch replaces it. This is why the setup cell says `--no-deps`.
 #
 # The package has a gate for this. It reads the two versions before torch_xla is imported:
@@ -78,7 +78,7 @@ runtime.require_matching_versions()
 print("torch", version("torch"), "and torch_xla", version("torch_xla"), "belong together")
 
 # %% [markdown]
-# What does it say when they do not? **A demonstration**: the next cell makes Python *report*
+# What happens when they do not match? **A demonstration**: the next cell makes Python *report*
 # another version, and then no torch_xla at all. Nothing is changed on the machine.
 
 # %%
@@ -136,7 +136,7 @@ clicks(
 #
 # ## All at once: the doctor
 #
-# The package has a call that looks at all of this and more: versions, imports, variables that old
+# The package has a call that checks all of this and more: versions, imports, variables that old
 # guides or larger machines leave behind, memory, disks, Drive. It also tries each device, which is
 # what the rest of this lesson does by hand.
 
@@ -147,7 +147,7 @@ report = doctor()
 assert report.usable, report
 
 # %% [markdown]
-# **What just happened.** A line for each check, what to do below it, a verdict at the end. The lines
+# **What just happened.** One line for each check, the fix below it, a verdict at the end. The lines
 # "agrees with the host" were computed in processes of their own. So this kernel has opened nothing
 # yet, and a runtime that hangs or crashes would have been a line too. In a terminal, or where no
 # notebook starts, the same is `mshnet doctor`.
@@ -214,8 +214,8 @@ TOLERANCE = 10 * rounding if TPU else 1e-4  # room for a few products in a row
 assert error < TOLERANCE, error
 
 # %% [markdown]
-# **What just happened.** The first number is what a TPU may be off by without being broken; the
-# second is what this device is off by. The tolerance follows the platform: loose on a TPU, tight
+# **What just happened.** The first number is the error that bfloat16 rounding alone causes: a healthy TPU may have it. The
+# second is this device's error. The tolerance follows the platform: loose on a TPU, tight
 # where products are float32. A wrong result, from a broken install, would be off by about 1.
 #
 # ## A training step
@@ -296,10 +296,10 @@ assert compiled[0] > 0 and compiled[1:] == [0, 0, 0], compiled
 # | `xm.xrt_world_size()` | `torch_xla.runtime.world_size()`, or `global_runtime_device_count()` |
 # | `xm.get_ordinal()` | `torch_xla.runtime.global_ordinal()` |
 # | `xm.mark_step()` | `torch_xla.sync()`, or `with torch_xla.step():` |
-# | `xmp.spawn(fn, nprocs=8)` | `torch_xla.launch(fn)`, which takes every core |
+# | `xmp.spawn(fn, nprocs=8)` | `torch_xla.launch(fn)`, which takes every core (`debug_single_process=True`: one) |
 # | spawning after using the device | a process of its own, or SPMD (lesson 05) |
 # | `pl.ParallelLoader(loader, [device])` | `MpDeviceLoader(loader, device)` |
-# | `if xm.is_master_ordinal(): xm.save(…)` | `xm.save(…)` on all: it ends the step, and one alone can wait for ever |
+# | `if xm.is_master_ordinal(): xm.save(…)` | `xm.save(…)` on all: it ends the step, and one replica alone can deadlock |
 # | "no mixed precision on TPU" | `torch.autocast("xla", dtype=torch.bfloat16)` |
 #
 # Do not take our word for it. The next cell makes the calls:
@@ -420,7 +420,7 @@ grows_with_n = max(errors.values()) > 1.5 * min(errors.values())
 # * When something does not work, `mshnet doctor` comes first.
 # * A device is verified against eager PyTorch, with a tolerance that knows of bfloat16; the first
 #   run compiles, and the counter says 0 for the next.
-# * Old names fail in known ways; after a notebook has opened the device, trainings on several cores
-#   start in their own process.
+# * Old names fail in known ways; after a notebook has opened the device, training on several cores
+#   starts in its own process.
 #
 # **Next:** lesson 03, data on Drive.

@@ -63,7 +63,7 @@ SIZE = 256  # side of training images, pixels
 #
 # In Colab the machine is emptied when the session ends; Drive is what stays. Mounting opens a
 # window that asks for your consent. On Kaggle, attach the set with **Add Input** instead; it then
-# lies under `/kaggle/input`: set `DATASET = "/kaggle/input/NAME"` above. Elsewhere a folder takes the part of Drive.
+# lies under `/kaggle/input`: set `DATASET = "/kaggle/input/NAME"` above. Elsewhere a local folder stands in for Drive.
 
 # %%
 from course import clicks
@@ -75,7 +75,7 @@ clicks(
         "Connect to Google Drive",
     ),
     ("Choose an account", ["your account", "another account"], "your account"),
-    ("Colab wants access", ["Cancel", "Continue"], "Continue"),
+    ("Colab asks for access", ["Cancel", "Continue"], "Continue"),
 )
 
 # %%
@@ -99,7 +99,7 @@ if in_colab():
     drive.mount("/content/drive")
     DRIVE, LOCAL = Path("/content/drive/MyDrive"), Path("/content/data")
 else:
-    print("No Colab here: the folder drive/ takes the part of Google Drive.")
+    print("No Colab here: the folder drive/ stands in for Google Drive.")
     DRIVE, LOCAL = Path("drive"), Path("local-data")
 DRIVE.mkdir(exist_ok=True)
 LOCAL.mkdir(exist_ok=True)
@@ -119,7 +119,7 @@ print("data set:", DRIVE / NAME)
 # ## Copy once
 #
 # Drive is a network service that looks like a folder. Each file opened is a request over the
-# network, and a training opens each image and each mask again in every epoch. For the paper's
+# network, and training opens each image and each mask again in every epoch. For the paper's
 # 400 epochs on IRSTD-1k:
 
 # %%
@@ -172,8 +172,8 @@ for call in ("first", "second"):
 # mshnet train --dataset-dir /content/drive/MyDrive/IRSTD-1k.zip --stage --use-tpu
 # ```
 #
-# A copy that is not compared is a hope. `stage` compares the size of each file, and the checksums
-# of a zip. Look for yourself, names and sizes on both sides:
+# Always verify the copy. `stage` compares the size of each file, and the checksums
+# of a zip. See for yourself, names and sizes on both sides:
 
 # %%
 here = files_of(data)
@@ -258,7 +258,7 @@ from mshnet.data.check import check, table
 
 report = check(data)
 print(table(report))
-assert not report.errors(), "mend the data set first"
+assert not report.errors(), "fix the data set first"
 
 # %% [markdown]
 # Compare the counts with those in datasets/README.md before the first run: the wrong split gives
@@ -316,8 +316,8 @@ assert shared.name in damaged.shared_names
 assert f"{twin.name} = copied" in damaged.shared_content
 
 # %% [markdown]
-# **What just happened.** Two findings are errors, and name their file. The other three let training
-# start, and are said all the same:
+# **What just happened.** Two findings are errors, and name their file. The other three are warnings:
+# training would start.
 #
 # * A mask that is not binary is cut at half of its maximum, and named. (Code that casts masks to
 #   integers turns 253/255 into 0, and the whole mask into background.)
@@ -338,7 +338,7 @@ print("exit code of check-data:", check_data(broken).returncode)
 # %% [markdown]
 # ## Look at it
 #
-# No count replaces a look. The first six samples, with the outline of the mask in red:
+# Statistics are not enough: look at the images. The first six samples, with the outline of the mask in red:
 
 # %%
 import matplotlib.pyplot as plt
@@ -373,7 +373,7 @@ show(
 # %% [markdown]
 # **What just happened.** The targets are a few pixels each, and bright clouds, walls and glints are
 # not targets. If an outline sits beside its target in your own set, image and mask do not belong
-# together, and no training will mend that.
+# together, and no training can fix that.
 #
 # ## What training sees
 #
@@ -453,7 +453,7 @@ assert as_float_rgb.nbytes == 12 * image.nbytes
 
 # %% tags=["exercise"]
 subset = LOCAL / "subset"
-shutil.rmtree(subset, ignore_errors=True)  # begin anew each time
+shutil.rmtree(subset, ignore_errors=True)  # start over each time
 # your code: DataFolder(data).samples("train") has the samples, with .name, .image and .mask
 
 # %% tags=["check"]

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 04 · One core
 #
-# **Write the training step of a TPU by hand, next to its GPU line, and watch what gets compiled.**
+# **Write a TPU training step by hand, line by line beside its GPU form, and watch what gets compiled.**
 #
 # {{badges}}
 #
@@ -10,8 +10,8 @@
 # **You will be able to**
 #
 # * turn a GPU training loop into an XLA one: device, loader, step, save;
-# * say what a step costs the first time and the tenth, and why;
-# * find out why a step is compiled again, and cure it.
+# * explain what a step costs the first time and the tenth, and why;
+# * find the cause of a recompilation and fix it.
 #
 # **You need** lesson 02 (the runtime works). A TPU runtime in Colab or Kaggle; without one the same
 # cells run on the CPU, through the same compiler front.
@@ -82,8 +82,8 @@ print("images", tuple(images.shape), images.dtype, "· masks", tuple(masks.shape
 # | `torch.manual_seed(0)` | the same for the host, and `torch_xla.manual_seed(0)` for the device |
 # | `torch.autocast("cuda")` and a GradScaler | `torch.autocast("xla", dtype=torch.bfloat16)`, no scaler |
 #
-# The device's own random numbers (dropout, `torch.rand` on it) have a seed of their own, and are
-# others than the CPU's: compare with eager PyTorch without dropout. bfloat16 has the range of
+# The device's own random numbers (dropout, `torch.rand` on it) come from a separate generator
+# with its own seed: compare with eager PyTorch without dropout. bfloat16 has the range of
 # float32, so nothing has to be scaled. Open the device before the first `backward()` of the process,
 # even one on the CPU: autograd counts devices once, and a later one makes it stop with an internal
 # assertion.
@@ -113,7 +113,7 @@ print(runtime.describe(), "·", sum(p.numel() for p in model.parameters()), "par
 # | `for batch in loader: batch.to("cuda")` | `for batch in MpDeviceLoader(loader, device):` |
 #
 # `MpDeviceLoader` uploads the next batches in the background while the device computes. Leave out
-# `pin_memory` and `non_blocking`, which concern CUDA's copies.
+# `pin_memory` and `non_blocking`, which only affect copies to CUDA devices.
 
 # %%
 from torch_xla.distributed.parallel_loader import MpDeviceLoader
@@ -124,7 +124,7 @@ feed = MpDeviceLoader(loader, device)
 # ## The step, in full
 #
 # Everything here is ordinary PyTorch but the last line. On XLA nothing has been computed when
-# `optimizer.step()` returns: the operations were only written down. `torch_xla.sync()` ends the
+# `optimizer.step()` returns: the operations were only recorded (lazy tensors). `torch_xla.sync()` ends the
 # graph; it is compiled if this graph is new, and sent to the device.
 #
 # The losses are added up on the device. Reading each one (`loss.item()`) would make the host wait
@@ -183,7 +183,7 @@ assert compiled == [1, 0, 0, 0], compiled
 
 # %% [markdown]
 # **What just happened.** The first step compiled, and the others ran the program that came out.
-# That is the bargain: one slow step, and then thousands without any Python in the way. Now an
+# That is the bargain: one slow step, then thousands that reuse the compiled program. Now an
 # epoch of the full phase, where `full` is True and the network has more heads:
 
 # %%
@@ -259,7 +259,7 @@ assert counted.compilations == counted.fallbacks == 0, counted
 
 # %% [markdown]
 # **What just happened.** Nothing was compiled, one value was read in each epoch, and there was no
-# fallback: no operation had to run on the host for want of an XLA version. When a loop of your own
+# host fallback: every operation has an XLA lowering, so none ran on the host. When your own loop
 # is slow, these three numbers are the first to look at.
 #
 # If you want a line for every tenth step, keep the values on the device and read them together:
@@ -312,7 +312,7 @@ plots.examples(
 # | `torch.save(model.state_dict(), path)` | the same, after moving the tensors to the host |
 #
 # A file that holds XLA tensors does not open as it is where torch_xla is missing. Tensors on the
-# host open everywhere. (`xm.save` does the move for you; lesson 06 says what else it does.)
+# host open everywhere. (`xm.save` does the move for you; lesson 06 explains what else it does.)
 
 # %%
 weights = {name: tensor.cpu() for name, tensor in model.state_dict().items()}

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 05 · Eight cores
 #
-# **Train on eight cores instead of one, see what they tell each other, and what it looks like when
-# they wait for ever.**
+# **Train on eight cores instead of one (data parallel), see how they communicate, and recognise a
+# deadlock.**
 #
 # {{badges}}
 #
@@ -72,15 +72,15 @@ clicks(
 )
 
 # %% [markdown]
-# ## Every training in a process of its own
+# ## Every training run in its own process
 #
-# How many cores a process has is settled when it opens the device, and a TPU belongs to the process
+# The number of cores of a process is fixed when it opens the device, and a TPU belongs to the process
 # that opened it. This kernel lives for hours, so **it never opens the device**. Whatever needs eight
 # cores is a program of its own, started from a cell, as `!mshnet train --num-cores 8 …` is.
 #
 # Two helpers do that. `script` writes functions of this notebook to a file, the last one called
 # with the arguments of the command line. `run` starts a Python process, prints what it prints, and
-# ends it at a time limit: a program of several cores that goes wrong often does not fail, it waits.
+# ends it at a time limit: a program of several cores that goes wrong often does not fail, it hangs.
 
 # %%
 import inspect
@@ -141,7 +141,7 @@ def run(*command, limit=1800, **variables):
 # ## SPMD by hand
 #
 # SPMD stands for single program, multiple data. You write the program for one large device, and
-# say for each input how it lies over the cores. Then the compiler cuts the program. Here is all of
+# declare how each input is sharded over the cores. Then the compiler partitions the program. Here is all of
 # it on a tiny model:
 
 
@@ -191,8 +191,8 @@ done = run(
 assert done.returncode == 0 and "images 14 to 15 2 1 8 8" in done.stdout
 
 # %% [markdown]
-# **What just happened.** Sixteen images lie two on each core, and the step that followed says
-# nothing of cores. For a model of your own, mark **everything that outlives a step**: parameters,
+# **What just happened.** Each core holds two of the sixteen images, and the code of the step does
+# not mention cores. For a model of your own, mark **everything that outlives a step**: parameters,
 # buffers (batch norm), the optimizer's state, a moving average of weights. What is forgotten makes
 # the step compile twice. And with a loader, let the loader cut the batches. `mark_sharding` on a
 # batch that `MpDeviceLoader` has uploaded fetches it and uploads it once more, in every step:
@@ -204,7 +204,7 @@ assert done.returncode == 0 and "images 14 to 15 2 1 8 8" in done.stdout
 #     "image": across, "label": xs.ShardingSpec(mesh, ("data",))})
 # ```
 #
-# Back to the program. Its loss is a mean over all sixteen, so somewhere the cores must have talked. We
+# Back to the program. Its loss is a mean over all sixteen, so somewhere the cores must have communicated. We
 # asked XLA to keep its programs as text. The program of the step, before and after the compiler:
 
 # %%
@@ -237,7 +237,7 @@ if SMALL:  # a TPU's compiler may merge some of them
 # a TPU). So count collectives for the machine that you mean; lesson 09 shows how.
 
 # %% [markdown]
-# ## The same training on one core and on eight
+# ## The same training run on one core and on eight
 #
 # In the package all this is `Backend` and `DataMesh` (`mshnet/training/backend.py`,
 # `tpuscope/engine/spmd.py`), and for you it is one flag:
@@ -332,7 +332,7 @@ assert [r["compilations"] for r in one] == [r["compilations"] for r in eight]
 # ## Global batch and per-core batch
 #
 # `--batch-size` is the **global** batch: the images of one update of the weights, however many
-# cores share them. So the same flags mean the same training on one core and on eight, and the
+# cores share them. So the same flags mean the same training run on one core and on eight, and the
 # number must be a multiple of the cores:
 
 # %%
@@ -340,8 +340,8 @@ done = run("-m", "mshnet", "train", "--use-tpu", "--num-cores", 8, "--batch-size
 assert done.returncode == 2 and "use 32 or 40" in done.stdout
 
 # %% [markdown]
-# **What just happened.** One line says what would do, and exit code 2 means that the request was
-# wrong: nothing was trained.
+# **What just happened.** One line names batch sizes that work, and exit code 2 means that the request
+# was wrong: nothing was trained.
 #
 # Divisible is not yet good. Lesson 01 showed that a TPU lays arrays over 128 lanes and pads the
 # rest. In MSHNet's first maps, 16 channels at 256×256, the batch lies there:
@@ -361,9 +361,9 @@ for batch in (32, 128, 256, 1024):
 # how. Not measured on a TPU.)
 #
 # A global batch of 32 gives each of eight cores 4 images, and an image costs 1.6 times what it
-# costs one core that has all 32. Eight cores are for large global batches. They make another training, though: at 256 images an update, an epoch of
+# costs one core that has all 32. Eight cores are for large global batches. But a larger batch changes the optimization: at 256 images an update, an epoch of
 # IRSTD-1k's 800 has 3 updates instead of 200 at the recipe's batch of 4. The learning rate 0.05 and
-# the 400 epochs belong to that recipe, and want to be chosen again.
+# the 400 epochs belong to that recipe and have to be tuned again.
 
 # %% [markdown]
 # ## A replica on each core
@@ -405,7 +405,7 @@ assert done.returncode == 0 and done.stdout.count("is process") == REPLICAS
 
 # %% [markdown]
 # **What just happened.** Every replica ran `greet` in a process of its own and knew its number, and
-# after `gather` each of them held the rows of all. Now a training. Each replica loads its own part
+# after `gather` each of them held the rows of all. Now a training run. Each replica loads its own part
 # of every batch, the gradients are averaged in every step, and after each epoch every replica
 # hashes its weights and compares the hash with the others':
 
@@ -454,7 +454,7 @@ assert "Runtime is already initialized" in done.stdout and "process of its own" 
 
 # %% [markdown]
 # **What just happened.** torch_xla names `xmp.spawn`, the older name of `torch_xla.launch`, and
-# means the same. The cure is never to get there: look with `runtime.tpu_chips()`, which opens
+# means the same. The fix is to avoid it: look with `runtime.tpu_chips()`, which opens
 # nothing, and train in another process. If it has happened, restart the kernel: a device
 # stays open until its process ends. (With `start_method="fork"`, which old guides recommend, it is the same.)
 
@@ -495,14 +495,14 @@ done = run(script(save_on_master, alone), REPLICAS, PLATFORM, limit=1.5 * launch
 assert done.returncode < 0 and "saved" not in done.stdout
 
 # %% [markdown]
-# **What just happened.** No error, no message, no end. In a real training the others soon stand in
-# a collective of their own, and everybody waits for somebody. A notebook shows a cell that runs and
-# runs, and so does a log that has stopped growing.
+# **What just happened.** No error, no message, no end: a **deadlock**. In real training the others
+# soon wait in another collective, and all replicas wait for each other. The signs are a cell that runs
+# without end and a log that has stopped growing.
 #
-# The cure: **all replicas call what is collective, and only the writing is one replica's affair.**
+# The fix: **all replicas call what is collective, and only one of them writes.**
 # The package's trainer lets all of them copy the weights to the host and compare hashes, and only
 # then asks `backend.is_main_process`. Our time limit killed the launching process, and the replicas noticed
-# and ended too: the cell would not have come back otherwise.
+# and ended too: otherwise the cell would not have returned.
 
 # %% [markdown]
 # ## What goes wrong: a constant that differs
@@ -548,7 +548,7 @@ assert "host: replicas 0 1 2 3 have the program of [0, 0, 0, 0], 1 compiled" in 
 # %% [markdown]
 # **What just happened.** Made on the device, the number is written into the programs of replicas 0
 # and 1, and only from 2 on it is an input. That makes three programs, and the collectives of
-# different programs need not find each other: the replicas then wait for ever, without a word.
+# different programs need not match: the replicas then deadlock, without a message.
 # (Seen with replicas as threads on a CPU; what a TPU does was not tried.) Made on the host and
 # moved, it is data, and the program is one.
 #
@@ -558,8 +558,8 @@ assert "host: replicas 0 1 2 3 have the program of [0, 0, 0, 0], 1 compiled" in 
 # %% [markdown]
 # ## What goes wrong: a replica fails
 #
-# An image that cannot be read, memory that runs out: one replica raises, and the others stand in
-# a collective. Left alone they would wait for it.
+# An image that cannot be read, or out of memory: one replica raises, while the others wait in
+# a collective. Without a watching process they would hang.
 
 
 # %%
@@ -682,8 +682,8 @@ assert len(never[1]) == left_out and never[0] != never[1]
 #   replica on each core, with its own batch norm and with collectives that all must call.
 # * `--xla_dump_to` shows the compiled program and its all-reduces; on the same global batch the
 #   first epoch of eight cores is that of one, and so is the number of compilations.
-# * `--batch-size` is global and a multiple of the cores; an image costs a core the less, the more
-#   it has of them, up to 128.
+# * `--batch-size` is global and a multiple of the cores; an image gets cheaper the more images
+#   a core has, up to 128.
 # * Eight cores belong in a process of their own; all replicas call every collective; what differs
 #   by replica comes from the host; when one fails, all must end.
 #

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 06 · Save and resume on Drive
 #
-# **Kill a training for real, lose its machine, damage its checkpoint, and let one command take it
-# to the end all the same.**
+# **Kill a training run for real, lose its machine, damage its checkpoint, and let one command resume
+# it to the end.**
 #
 # {{badges}}
 #
@@ -12,11 +12,11 @@
 #
 # * save weights that open on every machine, and write them whole or not at all;
 # * refuse a weight file that would run code;
-# * say what a checkpoint must hold for training to go on to the same numbers;
+# * list what a checkpoint must hold for training to resume to the same numbers;
 # * begin a run and go on with it by one command, whatever ended the session before;
 # * keep a copy on Drive that may fail without stopping the training.
 #
-# **You need** lessons 03 (Drive) and 04 (the training step). Without Drive a folder takes its part,
+# **You need** lessons 03 (Drive) and 04 (the training step). Without Drive a local folder stands in for it,
 # without a TPU a narrow network on the CPU.
 
 # %% [markdown]
@@ -76,7 +76,7 @@ if in_colab():
     drive.mount("/content/drive")
     DRIVE, LOCAL = Path("/content/drive/MyDrive/mshnet-lesson-06"), Path("/content/lesson-06")
 else:
-    print("No Colab here: the folder drive/ takes the part of Google Drive.")
+    print("No Colab here: the folder drive/ stands in for Google Drive.")
     DRIVE, LOCAL = Path("drive/lesson-06"), Path("local-runs")
 for folder in (DRIVE, LOCAL):
     shutil.rmtree(folder, ignore_errors=True)
@@ -91,8 +91,8 @@ print("data:", data, "· runs:", LOCAL, "· their copies:", DRIVE)
 # %% [markdown]
 # ## One command
 #
-# A session ends when it wants to: the browser was closed for too long, the hours are used up, the
-# machine is needed elsewhere. The process gets no farewell, and the local disk goes with it. So the
+# A session can end at any time (preemption): the browser was closed for too long, the hours are used up, the
+# machine is needed elsewhere. The process gets no warning, and the local disk goes with it. So the
 # line that begins a run should be the line that goes on with it. In Colab:
 #
 # ```
@@ -104,7 +104,7 @@ print("data:", data, "· runs:", LOCAL, "· their copies:", DRIVE)
 # |---|---|
 # | `--resume auto` | goes on from the newest whole checkpoint, and begins a run if there is none |
 # | `--save-dir` on Drive | the run lives on the local disk, and is copied to Drive in the background |
-# | `--backup FOLDER` | the same said openly, for any pair of folders |
+# | `--backup FOLDER` | the same, explicitly, for any pair of folders |
 # | `--save-minutes 10` | a checkpoint so often (this is the default), and after every epoch |
 # | `--stage` | copies or unpacks the data set first, as lesson 03 does |
 #
@@ -125,7 +125,7 @@ clicks(
 )
 
 # %% [markdown]
-# Drive is recognised as a network drive by its mount. A folder that takes its part is not, so the
+# Drive is recognised as a network drive by its mount. A local folder that stands in for it is not, so the
 # cells here name `--save-dir` and `--backup`. And they save as often as they can: a step here is
 # over in no time, and we want to be hit in the middle of an epoch.
 
@@ -222,7 +222,7 @@ assert [" opens, " in line for line in done.stdout.splitlines()] == [False, True
 #
 # * It computes what is still pending before it copies. With replicas (lesson 05) that may hold a
 #   sum over all of them, so **every replica has to call `xm.save`**; it lets only the first one
-#   write. Under `if xm.is_master_ordinal():` one replica comes, and waits for the others for ever.
+#   write. Under `if xm.is_master_ordinal():` one replica calls it alone: a deadlock.
 # * It writes straight to the path it is given.
 #
 # The second one is the next section. The package moves the tensors itself, on all replicas, and
@@ -323,7 +323,7 @@ assert undisturbed.returncode == 0
 #
 # Now the other run, with the same command. We wait until it is some way into its second epoch and
 # send SIGKILL, at a moment that nobody has chosen: in a step, in a test, in the middle of a write.
-# A process cannot catch it, and gets to do nothing more. It is the nearest thing to a machine that
+# A process cannot catch it and does nothing more. It is the closest test of a machine that
 # is taken away.
 
 # %%
@@ -434,7 +434,7 @@ assert code == -signal.SIGKILL and "resuming" in output
 # copy is made while training goes on.
 #
 # This session ends by SIGTERM, which is how a machine asks a process to leave. Ctrl-C is SIGINT,
-# and the same for a training; so is the stop button beside a `!` command in Colab
+# and has the same effect on a training run; so has the stop button beside a `!` command in Colab
 # ([its code](https://github.com/googlecolab/colabtools/blob/main/google/colab/_system_commands.py)).
 
 # %%
@@ -546,11 +546,11 @@ plt.show()
 #
 # Same bits take the same kind of device and the same number of threads; other ones add in another
 # order. XLA on the CPU (`DEVICE = "tpu"` in Setup, if there is none) fills the table with other
-# numbers, and both columns are equal as well. On a TPU this was not measured; there the table tells
-# you.
+# numbers, and both columns are equal as well. This was not measured on a TPU; there the table shows
+# it.
 
 # %% [markdown]
-# ## Drive makes trouble
+# ## When Drive fails
 #
 # Drive can be full, read-only, slow, or no longer mounted. A file that stands where the folder
 # should be causes the same sort of error, on every machine. This run is a function call in the
@@ -623,7 +623,7 @@ assert steps_saved(DRIVE / "second") == steps_saved(LOCAL / "second") > 10
 # %% [markdown]
 # ## A loop of your own
 #
-# All of this rests on a few lines that any loop can have. Tensors go to the host to be saved. On the
+# All of this rests on a few lines. Tensors go to the host to be saved. On the
 # way back, everything is put together on the host and then moved (`Backend.prepare`), because what an
 # optimizer makes on the device in its first step costs another compilation. A scheduler or a moving
 # average of the weights is one more entry. Dropout draws from the **device's** random state, which
@@ -703,7 +703,7 @@ assert torch.equal(undisturbed, resumed)
 
 # %% tags=["exercise"]
 last_weights = LOCAL / "last.pkl"
-last_weights.unlink(missing_ok=True)  # begin anew each time
+last_weights.unlink(missing_ok=True)  # start over each time
 tested_iou = ...  # from api.test(…)["corrected"]["iou"]
 
 # %% tags=["check"]
@@ -753,6 +753,6 @@ assert {tensor.device.type for tensor in content["net"].values()} == {"cpu"}
 #   from seed, epoch and index.
 # * `mshnet train … --save-dir DRIVE/RUN --resume auto` begins and goes on: after a kill, on an empty
 #   machine, past a damaged file, to the same bits on the CPU.
-# * The run lives on the local disk; Drive gets verified copies, and its troubles cost a line.
+# * The run lives on the local disk; Drive gets verified copies, and a failure of Drive costs a warning.
 #
 # **Next:** lesson 07, read the metrics report.

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 07 · Read the metrics report
 #
-# **Break a training step in five ways, let a report name the line and the reason each time, and mend
-# it until the report has nothing left to say.**
+# **Break a training step in five ways (recompilation, read, host fallback, missing sync), let a report
+# name the line and the reason each time, and fix it until the report is clean.**
 #
 # {{badges}}
 #
@@ -14,7 +14,7 @@
 # * find out which value made a step compile again, and from which line it came;
 # * recognise a read, a host fallback and a missing sync, and know what each costs;
 # * read a raw `metrics_report()`, your own or one that somebody has pasted;
-# * hold a training to a budget, and know which debugging variables show more.
+# * assert a budget for a training run, and know which debugging variables show more.
 #
 # **You need** lesson 04 (what a step is, and when it is compiled). Any runtime: the breaks and their
 # reports are the same on a TPU and without one.
@@ -49,8 +49,8 @@ BATCH = 4 if SMALL else 32
 # %% [markdown]
 # ## Your own model, in three lines
 #
-# The tool knows nothing of MSHNet. So here is a model as you may have one yourself, with a training
-# step in which everything that will go wrong can be switched on.
+# The tool works with any model. So here is a small one, with a training
+# step in which each fault of this lesson can be switched on.
 
 # %%
 import torch
@@ -72,7 +72,7 @@ class Model:
         self.optimizer = torch.optim.SGD(self.network.parameters(), lr=0.1)
 
     def step(self, images, masks, gamma=2.0):
-        """Focal loss: what is right already counts less, the less the larger gamma is."""
+        """Focal loss: down-weights well-classified pixels, more so for larger gamma."""
         p = torch.sigmoid(self.network(images))
         right = torch.where(masks > 0, p, 1 - p)
         loss = -((1 - right) ** gamma * torch.log(right + 1e-6)).mean()
@@ -108,7 +108,7 @@ assert w.report().fine and [step.programs for step in w.steps] == [1, 1, 1, 1]
 #
 # | row | what it is |
 # |---|---|
-# | tracing | the host's time for data, Python and writing down operations |
+# | tracing | the host's time for data, Python and recording operations |
 # | programs run | what the device did, each from its launch to its end; it works beside the host |
 # | to / from the device | transfers: how many, how much, how long |
 # | program cache | how often a program was there already, and how often it had to be compiled |
@@ -141,7 +141,7 @@ from tpuscope import compare
 print(compare(w.steps[1], w.steps[2]))
 
 # %% [markdown]
-# Mended: the last batch is filled up, and a weight says which samples count; or it is dropped. A
+# Fixed: the last batch is filled up, and a weight marks the samples that count; or it is dropped. A
 # `DataLoader` does the latter with `drop_last=True`. With batch norm drop it: samples that fill up
 # would be part of its statistics, whatever their weight.
 
@@ -179,7 +179,7 @@ assert "was 1.5 and became 1.75 at step 2 (then 2.25; 2 compilations)" in w.repo
 # values. In a real network each of those is minutes. The others that do it were found by trying:
 # `F.threshold`, `norm(p)`, the `eps` of a normalisation, `arange`, the ends of a slice.
 #
-# Mended: the number travels as data. A tensor with one dimension, made on the host.
+# Fixed: the number is passed as data. A tensor with one dimension, made on the host.
 
 # %%
 model = Model()
@@ -216,8 +216,8 @@ assert [step.programs for step in w.steps] == [2, 2, 2]
 # because only the loss was kept, it computes the forward pass a second time. `print(loss)`,
 # `f"{loss}"`, `if loss > 1:`, `loss.cpu()` do the same.
 #
-# Mended in two steps. Reading after the sync cuts nothing, but the host still waits in every step.
-# Adding up on the device, and reading once, leaves it nothing to wait for.
+# Fixed in two steps. Reading after the sync cuts no graph, but the host still waits in every step.
+# Adding up on the device and reading once removes the wait.
 
 # %%
 model = Model()
@@ -268,8 +268,8 @@ assert w.report().verdicts[0].startswith("nansum ran on the host 3 times (1 a st
 # %% [markdown]
 # **What just happened.** No error and no warning: torch_xla ran the pending operations, fetched the
 # tensor, computed the sum on the host, and sent it back; `aten::` counters are where it admits that.
-# Each one costs two transfers and cuts the step in two. Whatever does the same with operations that
-# XLA has mends it:
+# Each one costs two transfers and splits the step's graph in two. The fix is to express the same with
+# operations that have an XLA lowering:
 
 
 # %%
@@ -289,7 +289,7 @@ print(w.report().verdicts)
 assert w.report().fine and w.report().fallbacks == 0
 
 # %% [markdown]
-# Fallbacks in a backward pass are the mean ones, because nothing in your code has their name. The
+# Backward-pass fallbacks are hard to find, because nothing in your code has their name. The
 # report gives the line of the forward operation. You will see some at the end of this lesson.
 
 # %% [markdown]
@@ -309,9 +309,9 @@ print(w.report())
 assert "No sync in the block, though 3 updates of one optimizer came" in w.report().verdicts[0]
 
 # %% [markdown]
-# **What just happened.** Nothing: three updates were written down, not one was computed. At the
+# **What just happened.** Nothing: three updates were recorded, none was computed. At the
 # next read or sync all three would run as one huge program, and a loop of four updates would
-# compile another one. Mended, by either of these:
+# compile another one. Fixed by either of these:
 
 # %%
 torch_xla.sync()  # away with what the broken loop left
@@ -332,8 +332,8 @@ assert w.report().fine and len(w.steps) == 4
 # %% [markdown]
 # ## A budget
 #
-# What is mended should stay so. A budget is checked at the end of the block, and says the reason in
-# one line. This project's tests hold whole trainings to it
+# Add a test so it stays fixed. A budget is checked at the end of the block, and fails with the reason
+# in one line. This project's tests hold whole training runs to one
 # (`tests/xla/test_trainer.py`).
 
 # %%
@@ -375,7 +375,7 @@ timeline(w)
 # ## The raw report
 #
 # Everything above comes from torch_xla's own counters. Its own report is what people paste when they
-# ask for help. Here is one of a run that is not well; it runs as another process, and on the CPU, so
+# ask for help. Here is one of a faulty run; it runs in another process, and on the CPU, so
 # that it leaves this notebook's device alone.
 
 # %%
@@ -420,7 +420,7 @@ print(pasted[start : start + 600], "\n…\n", pasted[-420:])
 # | `TransferFromDeviceTime`, `InboundData` | device to host, the wait for the value included |
 # | `CachedCompile`, `UncachedCompile` | programs that were there already, and those that were not |
 # | `MarkStep` | syncs |
-# | `LazyTracing`, `xla::…` | operations written down, and torch_xla's time for it |
+# | `LazyTracing`, `xla::…` | operations recorded (lazy tensors), and torch_xla's time for it |
 # | `aten::_local_scalar_dense` | values read one by one, as by `.item()` |
 # | any other `aten::…` | **host fallbacks**, by operation |
 #
@@ -486,7 +486,7 @@ assert "location=" in with_lines and "source_line=" in with_lines
 assert any("before_optimizations" in name for name in dumped)
 
 # %% [markdown]
-# ## The official way, and ours
+# ## The official implementation versus ours
 #
 # Now for the detector. MSHNet's training step written the way its official code is (upsampling
 # modules, a loss that loops over the samples, `loss.item()` in every step, an incomplete last batch),
@@ -511,21 +511,21 @@ assert official.compilations > 3 and official.host_reads == 3
 assert TPU or official.counts.fallbacks == {"upsample_bilinear2d_backward": 12}
 
 # %% [markdown]
-# **What just happened.** Each of the official way's sentences is one of the breaks above, or one
-# that you have not met: batch norm counts its batches in a tensor without dimensions, and its first
+# **What just happened.** Each finding about the official implementation is one of the breaks above, or
+# one that is new here: batch norm counts its batches in a tensor without dimensions, and its first
 # 0 is a constant of the first graph. So the second step compiles the whole network once more. It
 # happens to every network with `BatchNorm2d` (`benchmarks/report_resnet18.py`) unless something
 # syncs before the first step, as `MpDeviceLoader` does. `Backend.move` in
 # `mshnet/training/backend.py` leaves those counters on the host.
 #
-# The upsampling's backward pass has no XLA version off TPU, so whether you see those fallbacks
+# The upsampling's backward pass has no XLA lowering off TPU, so whether you see those fallbacks
 # depends on your runtime. Ours needs none anywhere, because it upsamples by two matrix products.
 
 # %% [markdown]
 # ## Exercise
 #
 # A curriculum: training begins with small crops, which grow. The loop below compiles for every new
-# size. **Read in the report why, and mend `train_on` so that three steps compile one program.** The
+# size. **Read in the report why, and fix `train_on` so that three steps compile one program.** The
 # loss stays the mean over the pixels of the crop. (The network may see zeros or the whole image
 # outside of it; both are right here.)
 
@@ -534,7 +534,7 @@ assert TPU or official.counts.fallbacks == {"upsample_bilinear2d_backward": 12}
 def train_on(model, side):
     """One step on the `side` × `side` pixels at the top left. Returns the loss, on the device."""
     images, masks = (tensor.to(device) for tensor in batch())
-    return model.step(images[..., :side, :side], masks[..., :side, :side])  # mend this
+    return model.step(images[..., :side, :side], masks[..., :side, :side])  # fix this
 
 
 model = Model()

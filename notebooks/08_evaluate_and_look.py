@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 08 · Evaluate and look
 #
-# **Know what IoU, nIoU, Pd and Fa count, why two papers print different ones for the same network,
-# and see with your own eyes where a detector fails.**
+# **Know what IoU, nIoU, Pd and Fa count, why two papers report different values for the same network,
+# and see where a detector fails.**
 #
 # {{badges}}
 #
@@ -11,7 +11,7 @@
 # **You will be able to**
 #
 # * compute every number of a results table by hand, from logits and masks;
-# * say which of three definitions a paper used, and what a change of protocol does to its numbers;
+# * tell which of three definitions a paper used, and what a change of protocol does to its numbers;
 # * choose a threshold for a budget of false alarms, without looking at the test split;
 # * find the images that a detector fails on, and show them.
 #
@@ -51,7 +51,7 @@ print(f"{DEVICE}, {SIZE}×{SIZE}, {SCENES} scenes to train on, {EPOCHS} epochs")
 # ## Something to evaluate
 #
 # Name weights that you have, and their data, and they are evaluated. Otherwise a network is trained
-# here; it will be mediocre, which is what this lesson wants.
+# here; it will be mediocre, which suits this lesson.
 
 # %%
 import shutil
@@ -221,7 +221,7 @@ assert [row["pd"] for row in rows] == [1, 1, 1, 0, 0, 0]
 # |---|---|
 # | `corrected` | a region is a false alarm if it was matched to no target |
 # | `official` | a region is *not* a false alarm if it has the same **area** as a region of its image that was matched |
-# | the official training log | Pd is divided by all targets counted since the training began |
+# | the official training log | Pd is divided by all targets counted since training began |
 #
 # The second is an accident of the code, and it hides false alarms. Two regions of 9 pixels, one on
 # the target and one far from it:

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 09 · Compile for a TPU you do not have
 #
-# **Will it fit, and what will hold it up? Ask the TPU's own compiler, before any TPU is booked.**
+# **Will it fit in memory, and what will limit it? Ask the TPU's own compiler, before you book a TPU.**
 #
 # {{badges}}
 #
@@ -59,10 +59,10 @@ for name in ("torch", "torch_xla", "jax", "libtpu"):
 # 1. torch_xla traces the step, as in lesson 04, and gives it away as **StableHLO**, the form of a
 #    program that all XLA compilers read;
 # 2. libtpu compiles it for the slice that you name;
-# 3. the compiled program says what it needs.
+# 3. the compiled program reports what it needs.
 #
 # `tpuscope.aot` (ahead of time) does the three. jax is there only to hand the program to libtpu,
-# and both live in a process of their own, so that nothing of it comes near your model.
+# and both run in their own process, separate from your model's.
 
 # %% [markdown]
 # ## One step, compiled
@@ -111,7 +111,7 @@ print(report.table(depth=3, rows=6))
 
 # %% [markdown]
 # **What just happened.** The step was traced and not computed, and a compiler for a chip that this
-# machine need not have told what it would do there. From top to bottom:
+# machine does not need reported what the program needs there. From top to bottom:
 #
 # * **memory**: arguments (inputs, parameters, batch norm's statistics), temporaries, results, the
 #   program itself. Parameters that are updated in place count once. `fits` compares the sum with
@@ -165,7 +165,7 @@ for batch in (4, 8, 32, 64, 100, 128, 256):
 
 # %% [markdown]
 # **What just happened.** A batch of 4 in 128 lanes takes 32 times the memory and 32 times the
-# bandwidth. 100 pays for 128. That is why the guide says to fill the lanes.
+# bandwidth. A batch of 100 is padded to 128. That is why the guide says to fill the lanes.
 
 # %% [markdown]
 # ## Bytes an image against the batch
@@ -214,8 +214,8 @@ assert moved[0] > 2 * moved[-1]
 # | 128 | 0.79 | 0.56 | 1.4 | 1.0 |
 #
 # *As for a TPU* is `mshnet/model_tpu.py`, with the same parameters and the same numbers up to rounding;
-# it is what a TPU gets. Below 128 images it *folds* eight columns of a map
-# into channels, so that 16 channels become 128 and fill the lanes with any batch, for four times
+# it is the default on a TPU. Below 128 images it moves eight columns of a map
+# into channels (space-to-depth), so that 16 channels become 128 and fill the lanes with any batch, for four times
 # the arithmetic, which the chip has to spare. And it looks at every map less often: sums that two
 # layers take of the same map are taken together. The batch matters less then, and it still does:
 # eight cores with 4 images each move 1.6 times the bytes of one core with 32, so they need not be
@@ -268,8 +268,8 @@ print(too_large.table(rows=3))
 assert not too_large.fits and too_large.buffers[0]["operation"].startswith("EveryPair/")
 
 # %% [markdown]
-# **What just happened.** 65,536² numbers of float32 are 16 GiB, which is more than a v5e has to
-# give, and the operation that wants them has the name of its module. (This machine never held
+# **What just happened.** Out of memory (OOM): 65,536² numbers of float32 are 16 GiB, more than a v5e
+# has, and the operation that needs them has the name of its module. (This machine never held
 # them: nothing was computed.) A smaller batch, bfloat16, or another way to compute it: whatever
 # you try next takes a few seconds to check.
 

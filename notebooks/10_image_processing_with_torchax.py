@@ -75,7 +75,7 @@ import torchax
 # torchax asks for int64 where jax has int32, and wraps arrays that must not be written to.
 warnings.filterwarnings("ignore", message="Explicitly requested dtype")
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-# A TPU multiplies float32 matrices in bfloat16 passes unless told otherwise.
+# A TPU multiplies float32 matrices in bfloat16 passes unless the precision is set.
 jax.config.update("jax_default_matmul_precision", "highest")
 print("torchax", torchax.__version__)
 print(jax.devices()[0].platform.upper(), "and", len(jax.devices("cpu")), "virtual CPU cores")
@@ -86,7 +86,7 @@ assert torchax.__version__ == "0.0.13"
 # ## A box from a mask
 #
 # A detector's mask says where the target is. What is cut out should show some surroundings, not be
-# smaller than a network can use, have the shape that it wants, and lie inside the frame: padding,
+# smaller than a network can use, have the shape that it needs, and lie inside the frame: padding,
 # minimum size, aspect ratio, in this order, and last the frame.
 
 # %%
@@ -190,7 +190,7 @@ for antialias in (True, False):
 from labs.image_processing import on_jax
 from labs.image_processing.images import gaussian_blur, process
 
-env = on_jax.environment()  # torchax.default_env(), with two operations mended; see below
+env = on_jax.environment()  # torchax.default_env(), with two operations fixed; see below
 
 torchax.enable_globally()
 on_device = images.to("jax")
@@ -231,8 +231,8 @@ on_jax.runs_picture(runs)
 # %% [markdown]
 # **What just happened.** JAX works asynchronously: a call returns before the result is there, so each
 # run waits for it (`jax.block_until_ready`), or the clock would show nothing. The first call calls the
-# Python function with placeholders and writes down what it does (tracing, lowering included), and
-# has the program compiled; the others find it there by the shapes and types of their inputs.
+# Python function with placeholders and records what it does (tracing, lowering included), and
+# compiles the program; later calls find it in the cache by the shapes and types of their inputs.
 # (The document that this lab realises saw 0.58 s against 0.028 s on its TPU.)
 #
 # Other boxes are other data, so JAX compiles nothing for them either. And all three ways agree:
@@ -397,7 +397,7 @@ print("with torchax: exit code", code)
 assert code < 0
 
 # %% [markdown]
-# **What just happened.** `decode_image` is C++ for the CPU. A tensor of JAX's it refuses. And while
+# **What just happened.** `decode_image` is C++ for the CPU. It rejects JAX tensors. And while
 # torchax is enabled even a tensor on the CPU ends the process: -11 is a segmentation fault. Nothing
 # that runs in C++ by itself should be called inside of the block.
 #
@@ -412,11 +412,11 @@ print(type(decoded).__name__, decoded.dtype, tuple(decoded.shape))
 assert np.array_equal(decoded.numpy(), images[0, 0].numpy())
 
 # %% [markdown]
-# Training finds two more, which `on_jax.environment()` mends by registering functions of ours:
+# Training finds two more, which `on_jax.environment()` fixes by registering functions of ours:
 #
 # | operation | in torchax 0.0.13 | ours |
 # |---|---|---|
-# | `F.batch_norm` | trains, but never updates the running statistics, without a word | written out in PyTorch |
+# | `F.batch_norm` | trains, but silently never updates the running statistics | written out in PyTorch |
 # | `amax` | where the compiler computes its input twice, the gradient may be 0/0 | the place of the maximum |
 #
 # The first, as it comes:
@@ -440,7 +440,7 @@ assert shown.endswith(" [0.0]")
 # ## MSHNet under torchax
 #
 # The detector is PyTorch as well. `torch.func.functional_call` runs a module with parameters that are
-# handed to it, which is how JAX wants a model: a function of its parameters. The narrow network has
+# handed to it, which is what JAX expects of a model: a function of its parameters. The narrow network has
 # the same weights here and in torch_xla's process, which left its logits for the same five frames.
 
 # %%

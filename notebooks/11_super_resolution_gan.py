@@ -220,7 +220,7 @@ assert [one.programs for one in w.steps] == [1, 1, 1, 1] and w.report().compilat
 # %% [markdown]
 # ## Batch and rate grow together
 #
-# A TPU wants large batches, and a larger batch wants a larger rate. The lab's `--lr` is for a batch
+# A TPU needs large batches, and a larger batch needs a larger learning rate. The lab's `--lr` is for a batch
 # of 16, as in the paper, and is scaled in proportion.
 
 # %%
@@ -331,7 +331,7 @@ pictures.comparison(versions | {"truth": truth}, mask)
 # **What just happened.** The generator beats bicubic interpolation, by a little and on nearly every
 # frame: edges of clouds and walls are sharper. It cannot make the sensor's noise, nor a hot pixel:
 # they are in the truth, not in the low-resolution frame, and nobody could predict them. Compare the
-# last two rows: the paper's GAN gave PSNR away for texture that looks right; in a training this
+# last two rows: the paper's GAN gave PSNR away for texture that looks right; in a run this
 # short, with the paper's small weight for the game, the generator may simply have gone on learning.
 #
 # ## Does it help MSHNet find targets?
@@ -356,7 +356,7 @@ found = detect.run(experiment, backend, WORK, seeds=1)
 print(detect.table(found))
 
 # %% [markdown]
-# **What just happened.** One seed, a few scenes, a short training: it shows how the question is asked,
+# **What just happened.** One seed, a few scenes, a short run: it shows how the question is asked,
 # not its answer. Read it so: a difference between two rows means something only if it is larger than
 # what another seed changes. For an answer take real frames, trained detectors and several seeds:
 #
@@ -366,11 +366,11 @@ print(detect.table(found))
 #
 # A measurement of that kind, with its command and its table, is in `labs/super_resolution/detect.py`:
 # real SIRST frames, 40 epochs, three seeds. With two of the seeds the detectors had not learned to
-# detect by then, on full frames either, which is an answer too: one training is no evidence. With the
+# detect by then, on full frames either, which is an answer too: one training run is no evidence. With the
 # third, full frames gave an IoU of 54.5 %, and the enlarged ones 43.6 (bicubic) and 43.2 (SRGAN),
 # although SRGAN had the better PSNR by 1.1 dB. The same detector found somewhat more targets in
 # SRGAN's frames (93.8 against 90.0 %), with more false alarms (220 against 137 in a million pixels).
-# Detectors trained anew found as many in bicubic frames (93.8 %, with 184), and 95.3 % in SRGAN's,
+# Detectors retrained on those frames found as many in bicubic frames (93.8 %, with 184), and 95.3 % in SRGAN's,
 # with 306 and less IoU.
 #
 # **Enlarging adds no measurement.** Train a detector on what the sensor gives, to the end, before you
@@ -394,9 +394,9 @@ assert command(*words, PJRT_DEVICE="CPU") == 0
 # %% [markdown]
 # ## Exercise
 #
-# A discriminator that wins too easily stops teaching. A common cure: train it only while its loss is
+# A discriminator that wins too easily gives no useful gradient. A common fix: train it only while its loss is
 # above a limit. The function below does that, and it works, on a GPU. On XLA it reads a value in
-# every step, and is two programs. **Mend `judge_step` so that one program does both cases, with
+# every step, and is two programs. **Fix `judge_step` so that one program does both cases, with
 # nothing read.** Its optimizer is SGD: no gradient, no change.
 
 
@@ -411,7 +411,7 @@ def judge_step(judge, optimizer, real, made, limit):
     """
     optimizer.zero_grad()
     loss = discriminator_loss(judge(real), judge(made))
-    if loss > limit:  # mend this
+    if loss > limit:  # fix this
         loss.backward()
         optimizer.step()
     return loss.detach()

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 12 · Text generation with static shapes
 #
-# **Make a small language model write, see XLA compile a program for every token, and bring it down
+# **Generate text with a small language model, see XLA compile a program for every token, and bring it down
 # to two programs for any text.**
 #
 # {{badges}}
@@ -66,7 +66,7 @@ from labs.text_generation import bits, decoder, look, ways
 from tpuscope import aot, track, watch
 from tpuscope.engine import lazy_graph
 
-if TPU:  # it multiplies float32 in bfloat16 unless it is told otherwise, and then two ways to the
+if TPU:  # it multiplies float32 in bfloat16 unless the precision is set, and then two ways to the
     # same logits differ in the third digit, and now and then in a token
     set_mat_mul_precision("highest")
 device = torch_xla.device()
@@ -131,9 +131,9 @@ assert "invalid python storage" in refused
 assert (before, after, again) == (True, False, True)
 
 # %% [markdown]
-# **What just happened.** safetensors wants to know where a tensor lies, and an XLA tensor cannot
+# **What just happened.** safetensors needs to know where a tensor lies, and an XLA tensor cannot
 # say: **save from the host**. And the input embedding and the output layer of this model are one
-# tensor. `.to(device)` makes two of it and says nothing; a training would go on with two that drift
+# tensor. `.to(device)` silently makes two of it; training would continue with two that drift
 # apart. **Call `tie_weights()` after `.to()`**.
 #
 # ## The first attempt: `model.generate`
@@ -244,10 +244,10 @@ assert [run.text for run in padded] == [run.text for run in growing]
 # **What just happened.** Two programs: for 16 columns and for 32. Then none, for any prompt that
 # stays below. The padded columns are computed for nothing, which is cheap against a compilation.
 #
-# ## Three: a cache that stays
+# ## Three: a static KV cache
 #
-# Still the whole text is computed for every token. A cache keeps the keys and values of what was
-# there, and its length is fixed in advance. Then there are two programs: the *prefill* of the prompt,
+# Still the whole text is computed for every token. A KV cache keeps the keys and values of earlier
+# tokens, and its length is fixed in advance. Then there are two programs: the *prefill* of the prompt,
 # padded to a multiple, and the *decode step* of one token.
 
 # %%
@@ -271,7 +271,7 @@ look.time_per_token([*growing, *padded, *static])
 # %% [markdown]
 # **What just happened.** On a logarithmic scale: growing pays for a compilation with every token, the
 # others have paid after the first prompt. With a model this small the cache saves no time over
-# padding: the arithmetic is nothing, and what is left is the host, which writes down every operation
+# padding: the arithmetic is nothing, and what is left is the host, which traces every operation
 # of the model for every token.
 #
 # ## What is left is the host
@@ -286,18 +286,17 @@ for run in (static[-1], compiled[-1]):
     counters = run.report.counts.counters
     operations = sum(n for name, n in counters.items() if name.startswith("xla::"))
     written[run.way] = operations / TOKENS
-    print(f"{run.way:<10}{written[run.way]:>6.1f} operations written down for each token")
+    print(f"{run.way:<10}{written[run.way]:>6.1f} operations traced for each token")
 
 assert [run.text for run in compiled] == [run.text for run in static]
 assert [run.report.compilations for run in compiled[1:]] == [0, 0]
 assert way.fallback_reason is None and written["compiled"] < written["static"] / 3
 
 # %% [markdown]
-# **What just happened.** `tpuscope/engine/compiled_step.py` has the decode step written down twice, sees that
+# **What just happened.** `tpuscope.CompiledStep` traces the decode step twice, sees that
 # both are the same program, and from then on calls it with the present cache. It is possible because
-# nothing in the step is a Python number. The choice of the token stays outside, since a compiled
-# program would draw the same random numbers again; it is what is still written down, with the
-# prefill.
+# nothing in the step is a Python number. The choice of the token stays outside, a small program of its own;
+# it is still traced, and so is the prefill.
 #
 # ## Where to sync
 #
@@ -603,7 +602,7 @@ assert level1["executions"] == 0 and level2["executions"] >= 2
 # | `PT_XLA_DEBUG_LEVEL=2` | for each execution, too | see what cut the graph |
 #
 # In torch_xla 2.9.0 each of the first two does the work of both, as the counts show. They make
-# tracing slower, since every operation looks at the Python stack. Nobody wants that in a loop that is
+# tracing slower, since every operation looks at the Python stack. Avoid that in a loop that is
 # bound by tracing. Set them for one run, then take them away.
 #
 # ## Fewer bits
@@ -629,7 +628,7 @@ assert TPU or outcome["quantize_dynamic, then .to(device)"] == "on the host"
 #
 # * **Weights stored in 8 bits and converted in the program work**, int8 and FP8 (`float8_e4m3fn`,
 #   `float8_e5m2`), without a fallback. `XlaQuantizedLinear`, torch_xla's own, is the same with int8.
-# * **A product of two int8 tensors is int8**, and overflows without a word. A product of two FP8
+# * **A product of two int8 tensors is int8**, and overflows silently. A product of two FP8
 #   tensors is FP8, with three bits of fraction: the number is right, and rough.
 # * **What PyTorch has for this on CUDA goes to the host**: `torch._scaled_mm`, `torch._int_mm`.
 # * **`quantize_dynamic` seems to work.** Its weights stay on the host, `.to(device)` does not move
@@ -711,7 +710,7 @@ for name, request in wrong.items():
 #
 # A repetition penalty makes tokens less likely that the text has already: their logits are divided
 # by a factor if positive, and multiplied if negative. Below is a version as found in the wild. It
-# reads the text after every token, and compiles again whenever the set of tokens grows. **Mend
+# reads the text after every token, and compiles again whenever the set of tokens grows. **Fix
 # `penalised` so that the loop compiles two programs and reads nothing.** (Padding, token 0, counts
 # as a token here.)
 
@@ -719,7 +718,7 @@ for name, request in wrong.items():
 # %% tags=["exercise"]
 def penalised(logits, ids, factor=1.3):
     """Logits (1, 256) and the text (1, capacity), both on the device; the new logits."""
-    for token in set(ids[0].tolist()):  # mend this
+    for token in set(ids[0].tolist()):  # fix this
         value = logits[0, token]
         logits[0, token] = torch.where(value > 0, value / factor, value * factor)
     return logits

@@ -2,7 +2,7 @@
 # # 13 · TensorFlow's jit_compile
 #
 # **The same compiler under Keras: count what is traced and what is compiled, generate text without
-# compiling for every prompt, and find out which of your habits PyTorch/XLA shares.**
+# compiling for every prompt, and find out which habits carry over to PyTorch/XLA.**
 #
 # {{badges}}
 #
@@ -96,8 +96,8 @@ assert done.returncode != 0 and "registered more than once" in done.stderr
 # **What just happened.** Both bring a copy of LLVM, the compiler under XLA. The copies share one
 # list of options, and the second one to arrive finds its options taken: it ends the process, with
 # no exception to catch. (The other order, torch_xla first, got through when we tried it with these
-# versions. Nobody promises that.) So this kernel is TensorFlow's, and torch_xla gets a process of
-# its own wherever it has something to say.
+# versions. Nobody promises that.) So this kernel runs TensorFlow, and torch_xla runs in a separate process
+# wherever it is needed.
 
 # %% [markdown]
 # ## No TensorFlow at Hugging Face
@@ -206,7 +206,7 @@ figure
 # %%
 text = contrast.experimental_get_compiler_ir(frames)
 given, compiled = (compare.operations(text(stage)) for stage in ("hlo", "optimized_hlo"))
-print(compare.side_by_side({"as it was given": given, "compiled": compiled}))
+print(compare.side_by_side({"before compiling": given, "compiled": compiled}))
 
 assert compiled.total() < given.total() and compiled["fusion"] > 0
 
@@ -249,7 +249,7 @@ assert "must be a compile-time constant" in messages[1]
 # %% [markdown]
 # **What just happened.** There is no way back to the host: under `jit_compile=True` the function is
 # compiled as a whole or not at all. torch_xla does the opposite, and silently: what has no XLA
-# version runs on the host and cuts the step (lesson 07). An error is the more honest answer.
+# lowering runs on the host and splits the step (lesson 07). An error is the more honest answer.
 #
 # The cures are those of the rest of this course. Resize outside of the function, or as matrix
 # products. And replace "as many rows as there are targets" by a fixed number of rows and a mask that
@@ -518,7 +518,7 @@ print(f"the generator's program of {len(text.splitlines())} lines has one loop: 
 # ## Exercise
 #
 # How surprised is the generator by a text? `score` gives the mean loss of its characters, in nats.
-# As it stands, it compiles for every length. **Mend it so that all texts of 34 to 64 characters take
+# As it stands, it compiles for every length. **Fix it so that all texts of 34 to 64 characters take
 # one program.** The mean is over the characters of the text, not over the padding.
 
 
@@ -534,7 +534,7 @@ def surprise(tokens):
 
 def score(text):
     """Mean loss of a text of at most 64 characters."""
-    return float(surprise(tf.constant(generator.encode(text)[None])))  # mend this
+    return float(surprise(tf.constant(generator.encode(text)[None])))  # fix this
 
 
 for length in (40, 50, 60):

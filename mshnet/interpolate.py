@@ -1,4 +1,4 @@
-"""Bilinear interpolation with aligned corners, as each device does it best."""
+"""Bilinear interpolation with aligned corners, in the form that suits each device."""
 
 import torch
 from torch import Tensor
@@ -6,9 +6,9 @@ from torch.nn import functional as F
 
 
 def upsample(x: Tensor, scale: int) -> Tensor:
-    """(B, C, H, W) → (B, C, scale·H, scale·W).
+    """Enlarge by a whole factor: (B, C, H, W) → (B, C, scale·H, scale·W).
 
-    PyTorch's own on CPUs, :func:`by_matrices` elsewhere.
+    ``F.interpolate`` on CPUs, :func:`by_matrices` elsewhere.
     """
     if x.device.type == "cpu":
         return F.interpolate(x, scale_factor=scale, mode="bilinear", align_corners=True)
@@ -16,11 +16,11 @@ def upsample(x: Tensor, scale: int) -> Tensor:
 
 
 def by_matrices(x: Tensor, scale: int) -> Tensor:
-    """Interpolation as two small matrix products, with the values of ``F.interpolate``.
+    """Enlarge by two small matrix products, with the values of ``F.interpolate``.
 
-    That one's backward XLA has no lowering for off TPU, and CUDA adds up in any order, so that no
-    run is like another. Interpolation is linear and separable, so it is ``A @ x @ Bᵀ``. (A TPU
-    multiplies float32 matrices in bfloat16 unless told otherwise, here as everywhere.)
+    The backward pass of ``F.interpolate`` has no XLA lowering off TPU, and is not deterministic on
+    CUDA. Interpolation is linear and separable, so it is ``A @ x @ Bᵀ``. (A TPU multiplies float32
+    matrices in bfloat16 unless the precision is set to "highest".)
     """
     height, width = x.shape[-2:]
     vertical = _matrix(height, scale, x)
@@ -29,7 +29,7 @@ def by_matrices(x: Tensor, scale: int) -> Tensor:
 
 
 def _matrix(size: int, scale: int, like: Tensor) -> Tensor:
-    """Rows of linear-interpolation weights, (size·scale, size).
+    """Return linear-interpolation weights, (size·scale, size).
 
     Built inside the graph: a compiler folds it to a constant, and there is no cache that could
     hold tensors of another device.
@@ -43,9 +43,9 @@ def _matrix(size: int, scale: int, like: Tensor) -> Tensor:
 
 
 def double(x: Tensor, f: int) -> Tensor:
-    """Twice the size, as transposed convolutions: what moves the fewest bytes on a TPU.
+    """Double the size by transposed convolutions, the form that moves the fewest bytes on a TPU.
 
-    Matrix products would need another layout of the map than the convolutions before and after.
+    Matrix products would need another memory layout than the convolutions before and after.
 
     Along an axis with n places, place 2i of the result is x[i] + t·(x[i-1] - x[i]) and place 2i + 1
     is x[i] + s·(x[i+1] - x[i]), where t and s are linear in i. With z[i] = p[i]·x[i], p linear in
@@ -81,7 +81,7 @@ def _at(x: Tensor, places: Tensor | None) -> Tensor:
 
 
 def _axis(n: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Of an axis of n places: p, (n,), and the weights of x and of p·x, (2, 4).
+    """Return p, (n,), of an axis of n places, and the weights of x and of p·x, (2, 4).
 
     Place i adds to places 2i - 1, 2i, 2i + 1 and 2i + 2 of the doubled axis. What lies outside is
     zero in x and in p·x, and would have the share 0 in the result anyway. p is 0 in the middle, so
@@ -96,13 +96,13 @@ def _axis(n: int, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _each(taps: Tensor, lanes: int) -> Tensor:
-    """The same weights for each channel: (N, R, S) → (N·C, C, R, S), a transposed kernel."""
+    """Repeat a transposed kernel's weights for each channel: (N, R, S) → (N·C, C, R, S)."""
     same = torch.eye(lanes, device=taps.device)[None, :, :, None, None]
     return (taps[:, None, None] * same).flatten(0, 1)
 
 
 def _folded(taps: Tensor, channels: int, g: int) -> Tensor:
-    """A kernel that doubles folded columns: taps (2, 4) → (C·2g, 2·C·g, 1, 3)."""
+    """Return a kernel that doubles folded columns: taps (2, 4) → (C·2g, 2·C·g, 1, 3)."""
     out = torch.arange(2 * g, device=taps.device).view(-1, 1, 1)
     column = torch.arange(g, device=taps.device).view(1, -1, 1)
     group = torch.arange(-1, 2, device=taps.device).view(1, 1, -1)

@@ -10,8 +10,8 @@ Where the official formula gives no usable gradient this one differs, and only t
   false alarms on it go unpunished, and 0/0 = NaN once the sigmoid underflows. Here its loss is
   w · P / (P + s): the IoU loss against a virtual target of s = 0.05 % of the map (at least 1 px)
   that the prediction overlaps fully, with weight w = 0.2; it has no location term. At full weight,
-  or with a larger s, such samples drive everything down in the first epochs, before the others
-  have taught what a target is, and some seeds ended in predicting nothing at all.
+  or with a larger s, such samples push all predictions down in the first epochs, before the network
+  has learned from positives, and with some seeds it ended up predicting nothing at all.
 * **Saturated logits.** Beyond ±6 the sigmoid's slope falls below 0.0025 and soon to exactly 0,
   so a collapsed network stays collapsed. Here pixels that are saturated *and wrong* have that
   slope added, in the IoU and size terms; the loss value itself is unchanged.
@@ -26,16 +26,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-EPSILON = 1e-8  # of the official location term
+EPSILON = 1e-8  # the official location term's
 SATURATION = 6.0  # logit beyond which the sigmoid's slope gets a floor on wrong pixels
 VIRTUAL_TARGET = 1 / 2048  # share of the map, for samples without a target
 EMPTY_WEIGHT = 0.2  # of samples without a target
 
 
 def _leaky(logits: Tensor, p: Tensor, t: Tensor) -> Tensor:
-    """p = sigmoid(logits) with a gradient that does not vanish on wrong pixels beyond ±SATURATION.
+    """Return p with a gradient that does not vanish on wrong pixels beyond ±SATURATION.
 
-    Only on wrong ones: background at −7 would otherwise be pushed further down for ever.
+    Only on wrong pixels: correct background at −7 would otherwise be pushed down without limit.
+
+    Args:
+        logits: (B, H, W), float32.
+        p: their sigmoid.
+        t: mask of 0 and 1, (B, H, W).
     """
     edge = 1 / (1 + math.exp(-SATURATION))
     slope = edge * (1 - edge)
@@ -45,7 +50,7 @@ def _leaky(logits: Tensor, p: Tensor, t: Tensor) -> Tensor:
 
 
 def _centre(p: Tensor) -> tuple[Tensor, Tensor]:
-    """Unnormalised first moments (x, y) of maps (B, H, W), each (B,), in shares of the side."""
+    """Return first moments (x, y) of maps (B, H, W), unnormalised, (B,) each, in shares of a side."""
     height, width = p.shape[-2:]
     x = torch.arange(width, device=p.device, dtype=p.dtype) / width
     y = torch.arange(height, device=p.device, dtype=p.dtype) / height
@@ -53,7 +58,7 @@ def _centre(p: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _location_loss(p: Tensor, t: Tensor) -> Tensor:
-    """Difference of the two centres in polar coordinates: (B, H, W) twice → (B,)."""
+    """Return the centres' difference in polar coordinates: (B, H, W) twice → (B,)."""
     x_p, y_p = _centre(p)
     x_t, y_t = _centre(t)
     angle_p = torch.atan(y_p / (x_p + EPSILON))
@@ -85,7 +90,7 @@ class SLSIoULoss(nn.Module):
         epoch: int,
         with_shape: bool = True,
     ) -> Tensor:
-        """Mean loss over the batch, a float32 scalar.
+        """Return the mean loss over the batch, a float32 scalar.
 
         Args:
             logits: (B, 1, H, W), any float dtype; computed in float32.
@@ -116,8 +121,8 @@ class SLSIoULoss(nn.Module):
         if self.official:
             iou = intersection / union
         else:
-            # Each `where` below keeps 0/0 out of the branch that the outer one discards: its
-            # gradient would be NaN all the same.
+            # The inner `where` keeps 0/0 out of the branch that the outer one discards: its
+            # gradient would be NaN even there.
             virtual = max(1.0, VIRTUAL_TARGET * t[0].numel())
             silence = 1 - EMPTY_WEIGHT * p_sum / (p_sum + virtual)
             iou = torch.where(empty, silence, intersection / torch.where(empty, 1.0, union))
@@ -127,8 +132,8 @@ class SLSIoULoss(nn.Module):
         spread = ((p_sum - t_sum) / 2) ** 2
         smaller = torch.minimum(p_sum, t_sum) + spread
         larger = torch.maximum(p_sum, t_sum) + spread
-        # The plain sigmoid: where it is almost 0, the angle's own gradient reaches 1/EPSILON, and
-        # only the sigmoid's vanishing slope keeps the product small.
+        # Without the gradient floor: where p is almost 0, the angle's gradient reaches 1/EPSILON,
+        # and only the sigmoid's vanishing slope keeps the product small.
         location = _location_loss(plain, t)
         if self.official:
             alpha = smaller / larger
@@ -147,7 +152,7 @@ def multiscale_loss(
     warm_epoch: int,
     epoch: int,
 ) -> Tensor:
-    """Mean of the loss on the fused map and on every scale: the training objective.
+    """Return the training objective: the mean of the loss on the fused map and every scale.
 
     Args:
         scales: logit maps of :class:`~mshnet.model.MSHNet`, finest first; empty in warm-up.

@@ -6,7 +6,7 @@ recognises matched regions by their *area*: an unmatched region as large as a ma
 same image vanishes, so its Fa is lower. Everything else is the same in both.
 
 Not reproduced: the official training log divides Pd by a target count that is never reset
-between epochs. One evaluation, as published numbers are made, is not affected.
+between epochs. A single evaluation, as for published numbers, is not affected.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ DEFINITIONS = ("corrected", "official")
 
 
 def regions(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """8-connected regions of a binary map, in raster order of their first pixel.
+    """Return the 8-connected regions of a binary map, in raster order of their first pixel.
 
     Args:
         mask: bool or 0/1, (H, W).
@@ -37,7 +37,7 @@ def regions(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     rows, columns = (np.flatnonzero(mask.any(axis)) for axis in (1, 0))
     if len(rows) == 0:
         return labels, np.zeros(0, np.int64), np.zeros((0, 2))
-    # Targets are small: what is around all of them need not be searched.
+    # Targets are small: only their common bounding box is searched.
     box = slice(rows[0], rows[-1] + 1), slice(columns[0], columns[-1] + 1)
     found, count = label(mask[box], connectivity=2, return_num=True)
     labels[box] = found
@@ -50,7 +50,7 @@ def regions(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def match(targets: np.ndarray, predictions: np.ndarray) -> list[tuple[int, int]]:
-    """Pairs (target, prediction): each target takes the first free prediction within 3 px.
+    """Return pairs (target, prediction): each target takes the first free prediction within 3 px.
 
     Args:
         targets: centroids, (N, 2), in label order.
@@ -68,7 +68,7 @@ def match(targets: np.ndarray, predictions: np.ndarray) -> list[tuple[int, int]]
 
 
 class DetectionMetrics:
-    """Accumulates over a set of images; ``compute()`` gives the numbers.
+    """Accumulates counts over images; ``compute()`` returns the metrics.
 
     Args:
         size: side of the square maps in pixels, or (height, width). Fa is a share of all pixels
@@ -86,7 +86,7 @@ class DetectionMetrics:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything seen."""
+        """Set all counts to zero."""
         self.images = 0
         self.intersection = self.union = self.correct = self.positive = 0
         self.iou_sum = 0.0
@@ -128,13 +128,13 @@ class DetectionMetrics:
         self.union += int(union.sum())
         self.correct += int(intersection.sum())
         self.positive += int(target.sum())
-        # An image with nothing to find and nothing found is a perfect answer.
+        # An image without a target and without a prediction has IoU 1.
         iou = torch.where(union == 0, 1.0, intersection.double() / union.clamp(min=1))
         self.iou_sum += float(iou.sum())
 
     def _update_roc(self, probability: Tensor, target: Tensor) -> None:
-        # bucketize counts for each pixel how many thresholds lie strictly below it, so one
-        # histogram gives all eleven counts.
+        # bucketize counts the thresholds strictly below each pixel, so one histogram gives all
+        # eleven counts.
         passed = torch.bucketize(probability, THRESHOLDS)
         bins = len(THRESHOLDS) + 1
         both = torch.bincount((passed + bins * target).flatten(), minlength=2 * bins)
@@ -154,14 +154,14 @@ class DetectionMetrics:
         self.false_area["official"] += int(areas[~np.isin(areas, areas[found])].sum())
 
     def pack(self) -> Tensor:
-        """All sums as one vector, float64 (N,), exact: for adding up parts of a split."""
+        """Return all sums as one exact vector, float64 (N,), for adding up parts of a split."""
         counts = [self.images, self.intersection, self.union, self.correct, self.positive]
         counts += [self.targets, self.matched, *self.false_area.values()]
         sums = torch.tensor([*counts, self.iou_sum], dtype=torch.float64)
         return torch.cat([sums, self.roc_true.double(), self.roc_false.double()])
 
     def unpack(self, packed: Tensor) -> None:
-        """Replace all sums by those of :meth:`pack`, or by a sum of several."""
+        """Replace all sums by a vector of :meth:`pack`, or by a sum of several."""
         counts, (self.iou_sum,), roc_true, roc_false = (
             part.tolist() for part in packed.split([9, 1, len(THRESHOLDS), len(THRESHOLDS)])
         )
@@ -180,10 +180,10 @@ class DetectionMetrics:
         self.roc_false = torch.tensor(roc_false).long()
 
     def compute(self, definition: Literal["corrected", "official"] | None = None) -> dict:
-        """The numbers so far.
+        """Return the metrics of all images so far.
 
         Args:
-            definition: the other definition of the same pass; by default the constructor's.
+            definition: of Fa; the constructor's by default.
 
         Returns:
             ``iou`` (over the whole set), ``niou`` (mean over images), ``pixel_accuracy`` (found

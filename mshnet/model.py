@@ -4,12 +4,11 @@ Follows "Infrared Small Target Detection with Scale and Location Sensitivity"
 (CVPR 2024, arXiv 2403.19366). Keys and shapes of the state_dict are the official ones, so
 official weights load here and ours load there.
 
-This is the network as a textbook has it, with the layers that CPUs and GPUs have kernels for;
-:mod:`mshnet.model_tpu` is the same network as a TPU wants it, on the same parameters. A map is
-read and
-written as seldom as these layers allow, because that is what a step's time goes into beside the
-convolutions: means are sums that are divided afterwards (the mean's own gradient is divided at
-every pixel), and the last product and sum of a block are one operation.
+This is the textbook form, built from layers that CPUs and GPUs have kernels for;
+:mod:`mshnet.model_tpu` computes the same network, on the same parameters, in a form for TPUs.
+Besides the convolutions, a step's time is memory traffic, so maps are read and written as rarely
+as these layers allow: a mean is a sum divided afterwards (the gradient of ``mean`` divides at every
+pixel), and the last product and sum of a block are one operation.
 """
 
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ FOLDS = (0, 1, 2, 4, 8, 16)
 
 
 class ChannelAttention(nn.Module):
-    """One weight in 0..1 for each channel: (B, C, H, W) → (B, C, 1, 1)."""
+    """Weights in 0..1 for each channel: (B, C, H, W) → (B, C, 1, 1)."""
 
     def __init__(self, channels: int, reduction: int = 16):
         super().__init__()
@@ -39,7 +38,7 @@ class ChannelAttention(nn.Module):
         return self.weights(x.sum((2, 3)) / (height * width), _peak(x))[..., None, None]
 
     def weights(self, mean: Tensor, peak: Tensor) -> Tensor:
-        """From the channels' means and maxima, (B, C) each."""
+        """Return the weights (B, C) from the channels' means and maxima, (B, C) each."""
         return torch.sigmoid(self._squeeze(mean) + self._squeeze(peak))
 
     def _squeeze(self, pooled: Tensor) -> Tensor:
@@ -47,16 +46,16 @@ class ChannelAttention(nn.Module):
 
 
 def _peak(x: Tensor) -> Tensor:
-    """Largest value of each map: (B, C, H, W) → (B, C).
+    """Return the largest value of each map: (B, C, H, W) → (B, C).
 
-    With a gradient for one pixel, where CPUs have a kernel for it; ``amax`` looks at all of them
-    again, but XLA compiles it everywhere, and CUDA always adds up in the same order.
+    On a CPU the gradient goes to one pixel, by a fast kernel. ``amax`` reads all pixels again in
+    the backward pass, but XLA lowers it on every device, and on CUDA it is deterministic.
     """
     return F.adaptive_max_pool2d(x, 1).flatten(1) if x.device.type == "cpu" else x.amax((2, 3))
 
 
 class SpatialAttention(nn.Module):
-    """One weight in 0..1 for each pixel: (B, C, H, W) → (B, 1, H, W)."""
+    """Weights in 0..1 for each pixel: (B, C, H, W) → (B, 1, H, W)."""
 
     def __init__(self, kernel_size: int = 7):
         super().__init__()
@@ -79,7 +78,7 @@ class ResidualBlock(nn.Module):
         self.bn1 = nn.BatchNorm2d(out_channels)
         self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1)
         self.bn2 = nn.BatchNorm2d(out_channels)
-        # The shortcut stands before the attentions so that parameters keep the official order.
+        # The shortcut is made before the attentions: parameters keep the official order.
         self.shortcut = None
         if in_channels != out_channels:
             self.shortcut = nn.Sequential(
@@ -149,26 +148,27 @@ class MSHNet(nn.Module):
 
     @property
     def encoders(self) -> tuple[nn.Sequential, ...]:
-        """Stages on the way down, of five levels."""
+        """Encoder stages of the five levels, finest first."""
         stages = (self.encoder_0, self.encoder_1, self.encoder_2, self.encoder_3)
         return *stages, self.middle_layer
 
     @property
     def decoders(self) -> tuple[nn.Sequential, ...]:
-        """Stages on the way up, of the four finest levels, finest first."""
+        """Decoder stages of the four finest levels, finest first."""
         return self.decoder_0, self.decoder_1, self.decoder_2, self.decoder_3
 
     @property
     def heads(self) -> tuple[nn.Conv2d, ...]:
-        """Of the four finest levels, finest first."""
+        """Prediction heads of the four finest levels, finest first."""
         return self.output_0, self.output_1, self.output_2, self.output_3
 
     @property
     def fold(self) -> int:
-        """How to compute: 0 as written here, 1 to 16 as a TPU wants it (:mod:`mshnet.model_tpu`).
+        """Space-to-depth factor; 0 = standard layers.
 
-        1 folds no columns into channels; f > 1 folds f on the finest level, half as many on the
-        next, and so on. It changes the numbers by no more than rounding, and no weights.
+        1 to 16 select the TPU form (:mod:`mshnet.model_tpu`): f columns of the finest level become
+        channels, f/2 on the next level, and so on; 1 moves no columns. Weights do not change, and
+        results change by rounding only.
         """
         return self._fold
 
@@ -182,7 +182,7 @@ class MSHNet(nn.Module):
                 block.fold = max(1, columns >> level) if columns else 0
 
     def forward(self, images: Tensor, warm_flag: bool) -> tuple[list[Tensor], Tensor]:
-        """Logits at every scale and fused.
+        """Return the logits at every scale and the fused logits.
 
         Args:
             images: float, (B, in_channels, H, W), H and W divisible by 16.
@@ -212,7 +212,7 @@ class MSHNet(nn.Module):
 
 
 def _logits(net: MSHNet, images: Tensor, heads: int) -> list[Tensor]:
-    """Logits of the finest heads, finest first; see :func:`mshnet.model_tpu.logits`."""
+    """Return the logits of the finest heads; see :func:`mshnet.model_tpu.logits`."""
     x = net.conv_init(images)
     maps = []
     for level, encoder in enumerate(net.encoders):

@@ -1,18 +1,18 @@
-"""MSHNet as a TPU wants it: the network of :mod:`mshnet.model`, written to move fewer bytes.
+"""MSHNet's TPU form: the network of :mod:`mshnet.model`, computed with less memory traffic.
 
-A step of MSHNet waits for memory on a TPU, so what counts is how often its maps are read and
-written. The mathematics and the parameters are the same, the numbers differ by rounding only, and
-operations are chosen by what the TPU's compiler makes of them (``mshnet aot`` counts the bytes):
+On a TPU a step of MSHNet is bound by memory bandwidth, so the number of times its maps are read and
+written decides. Mathematics and parameters are the same, results differ by rounding only, and
+operations are chosen by the bytes that the TPU's compiler counts for them (``mshnet aot``):
 
-* Maps may be folded (:mod:`mshnet.space_to_depth`): f columns are channels, and narrow maps fill
-the lanes.
+* Space-to-depth (:mod:`mshnet.space_to_depth`): f columns become channels, so narrow maps fill the
+  vector lanes.
 * Batch norm and channel attention are one product and one sum for each image and channel. Their
-  sums, forward and backward, are taken together, where two layers would each read the map.
+  sums, forward and backward, are computed together, where two layers would each read the map.
 * The first convolution of a block and its shortcut share their backward pass.
 * Gradients of maxima compare with the maximum, and count in float32 beside other sums.
 * Maps are doubled by transposed convolutions (:func:`mshnet.interpolate.double`).
 
-CPUs and GPUs have kernels for the layers as they are; there this is slower.
+On CPUs and GPUs, which have kernels for the standard layers, this form is slower.
 """
 
 import torch
@@ -37,24 +37,24 @@ from .space_to_depth import (
     without_ignored,
 )
 
-LANES = 128  # of a TPU's tiles
+LANES = 128  # lanes of a TPU's vector unit
 
 
 def default_fold(images: int) -> int:
-    """What ``MSHNet.fold`` had best be with so many images on each core of a TPU.
+    """Return the default fold (space-to-depth factor) for a per-core batch size.
 
-    128 of them fill the lanes by themselves; 8 columns of the finest maps do with fewer.
+    128 images fill the lanes by themselves; with fewer, 8 columns of the finest maps do.
     """
     return 1 if images >= LANES else 8
 
 
 def logits(net: nn.Module, images: Tensor, heads: int) -> list[Tensor]:
-    """Logits of the finest heads, finest first.
+    """Return the logits of the finest heads, finest first.
 
     Args:
-        net: an :class:`~mshnet.model.MSHNet`, with ``fold`` columns to fold.
+        net: an :class:`~mshnet.model.MSHNet` with ``fold`` ≥ 1.
         images: (B, C, H, W).
-        heads: how many.
+        heads: number of heads, 1 to 4.
 
     Returns:
         (B, 1, H/2^i, W/2^i) for head i.
@@ -76,16 +76,16 @@ def logits(net: nn.Module, images: Tensor, heads: int) -> list[Tensor]:
 
 
 def fused(net: nn.Module, scales: Tensor) -> Tensor:
-    """The fused head: (B, 4, H, W) → (B, 1, H, W)."""
+    """Apply the fused head: (B, 4, H, W) → (B, 1, H, W)."""
     return unfold(conv2d(fold(scales, net.fold), net.final, net.fold), net.fold)
 
 
 def residual_block(block: nn.Module, x: Tensor | list[Tensor]) -> Tensor:
-    """A :class:`~mshnet.model.ResidualBlock`.
+    """Apply a :class:`~mshnet.model.ResidualBlock` to folded maps.
 
     Args:
-        block: with ``fold`` columns folded.
-        x: (B, C·f, H, W/f), or parts of it, in the order of its channels.
+        block: with a space-to-depth factor f ≥ 1.
+        x: (B, C·f, H, W/f), or a list of its parts along the channel axis.
     """
     f, parts = block.fold, x if isinstance(x, list) else [x]
     if block.shortcut is None:
@@ -97,7 +97,7 @@ def residual_block(block: nn.Module, x: Tensor | list[Tensor]) -> Tensor:
         residual = _normalized(residual, block.shortcut[1], f)
     x = torch.relu(_normalized(x, block.bn1, f))
     x = _attended(conv2d(x, block.conv2, f), block.bn2, block.ca, f)
-    # As often as there are channels, if folded: the product needs no other layout of it.
+    # Folded: one copy for each channel, so that the product below needs no layout change.
     copies = x.shape[1] // f if f > 1 else 1
     attention = torch.sigmoid(conv2d(mean_and_peak_of_channels(x, f), block.sa.conv1, f, copies))
     return torch.relu(attention * x + residual)
@@ -106,7 +106,7 @@ def residual_block(block: nn.Module, x: Tensor | list[Tensor]) -> Tensor:
 def _two_convolutions(
     parts: list[Tensor], one: nn.Conv2d, other: nn.Conv2d, f: int
 ) -> tuple[Tensor, Tensor]:
-    """Two layers of the same input.
+    """Apply two convolutions to the same input.
 
     Args:
         parts: the input's channels, (B, …, H, W/f) each.
@@ -123,10 +123,10 @@ def _two_convolutions(
 
 
 class _TwoConvolutions(torch.autograd.Function):
-    """Two convolutions, whose gradients come of one: of both results' gradients, side by side.
+    """Two convolutions with one backward convolution, over both results' gradients concatenated.
 
-    That reads the input once for the gradients of both kernels, and writes its own gradient once,
-    in the parts it came in.
+    The input is read once for the gradients of both kernels, and its own gradient is written once,
+    part by part.
     """
 
     @staticmethod
@@ -155,10 +155,10 @@ class _TwoConvolutions(torch.autograd.Function):
 
 
 def _attended(x: Tensor, norm: nn.BatchNorm2d, attention: nn.Module, f: int) -> Tensor:
-    """Batch norm, times the channels' weights."""
+    """Apply batch norm and channel attention."""
     mean, square = _moments(x, f)
     scale, shift = _scale_and_shift(norm, mean, square, x)
-    # The peak of scale·x + shift is where x is largest or least: scale has its weight's sign.
+    # scale·x + shift peaks where x is largest, or smallest if scale (so its weight) is negative.
     sign = norm.weight.detach().sign()
     peak = _Peak.apply((x * _pixels(sign, f)).to(x.dtype), f) * sign
     weights = wide(attention.weights(mean * scale + shift, peak * scale + shift))
@@ -166,14 +166,14 @@ def _attended(x: Tensor, norm: nn.BatchNorm2d, attention: nn.Module, f: int) -> 
 
 
 def _normalized(x: Tensor, norm: nn.BatchNorm2d, f: int) -> Tensor:
-    """Batch norm."""
+    """Apply batch norm."""
     moments = _moments(x, f) if norm.training else (None, None)
     scale, shift = _scale_and_shift(norm, *moments, x)
     return (x * _pixels(scale, f) + _pixels(shift, f)).to(x.dtype)
 
 
 def _moments(x: Tensor, f: int) -> tuple[Tensor, Tensor]:
-    """Mean and mean square of each image's channels, (B, C)."""
+    """Return mean and mean square of each image's channels, (B, C) each."""
     x = wide(x)
     return tuple(columns(v.mean((2, 3)), f).mean(2) for v in (x, x * x))
 
@@ -181,7 +181,7 @@ def _moments(x: Tensor, f: int) -> tuple[Tensor, Tensor]:
 def _scale_and_shift(
     norm: nn.BatchNorm2d, mean: Tensor | None, square: Tensor | None, x: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Of batch norm, (C,) each.
+    """Return batch norm's scale and shift, (C,) each, and update its running statistics.
 
     Args:
         mean: of each image's channels, (B, C); for training.
@@ -190,8 +190,8 @@ def _scale_and_shift(
     """
     if norm.training:
         mean = mean.mean(0)
-        # The square of the mean from the mean of the squares: one look at the map gives both. Of a
-        # channel that hardly varies rounding is all that is left, and may be negative.
+        # E[x²] - E[x]²: both sums come from one read of the map. For a channel that hardly varies
+        # only rounding is left, which may be negative.
         variance = (square.mean(0) - mean * mean).clamp(min=0)
         remember(norm, mean.detach(), variance.detach(), x.numel() / norm.num_features)
     else:
@@ -201,7 +201,7 @@ def _scale_and_shift(
 
 
 def _pixels(values: Tensor, f: int) -> Tensor:
-    """Values of channels, for all their pixels: (…, C) → (…, C·f, 1, 1)."""
+    """Expand values of channels to all their pixels: (…, C) → (…, C·f, 1, 1)."""
     return spread(values, f)[..., None, None]
 
 
@@ -219,7 +219,7 @@ class _Peak(torch.autograd.Function):
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
         x, peak = ctx.saved_tensors
         hit = is_peak(x, _pixels(peak, ctx.f))
-        # Pixels that share the maximum share its gradient, as amax has it.
+        # Pixels that share the maximum share its gradient, like amax.
         count = columns(torch.where(hit, 1.0, 0.0).sum((2, 3)), ctx.f).sum(2)
         share = _pixels(gradient / count.clamp(min=1), ctx.f).to(x.dtype)
         return torch.where(hit, share, torch.zeros_like(share)), None

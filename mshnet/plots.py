@@ -18,7 +18,7 @@ SHOWN = 6  # images in examples.png
 
 
 def overlay(image: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """The image with the outline of the mask in red: uint8 (H, W, 3) and bool (H, W) → uint8."""
+    """Return the image with the mask's outline in red: uint8 (H, W, 3), bool (H, W) → uint8."""
     picture = image.copy()
     # The outline lies outside the region, so that the target stays visible.
     picture[binary_dilation(mask) & ~mask] = (255, 69, 58)
@@ -26,11 +26,11 @@ def overlay(image: np.ndarray, mask: np.ndarray) -> np.ndarray:
 
 
 def curves(records: Sequence[dict], path: Path | None = None) -> Picture:
-    """Loss, overlap and detection over epochs.
+    """Draw loss, overlap and detection over epochs.
 
     Args:
         records: lines of ``metrics.jsonl``.
-        path: where to save the picture, if anywhere.
+        path: file to save the picture to, or None.
     """
     epochs = [record["epoch"] + 1 for record in records]
     figure = Picture(figsize=(13, 3.8), layout="constrained")
@@ -55,7 +55,7 @@ def curves(records: Sequence[dict], path: Path | None = None) -> Picture:
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
         if warm and len(warm) < len(records):
-            # The loss of the two phases are different functions: a jump there is no setback.
+            # The two phases have different loss functions: a jump there is no setback.
             axis.axvline(warm[-1] + 0.5, color="#999", linestyle=":")
     if path:
         figure.savefig(path, dpi=120)
@@ -69,13 +69,14 @@ def examples(
     names: Sequence[str],
     path: Path | None = None,
 ) -> Picture:
-    """A row an image: image, mask, prediction, and the image with hits and errors marked.
+    """Draw a row for each image: image, mask, prediction, image with hits and errors marked.
 
     Args:
         images: uint8, (H, W) or (H, W, 3).
         masks: bool, (H, W).
         predictions: bool, (H, W).
-        path: where to save the picture, if anywhere.
+        names: labels of the rows.
+        path: file to save the picture to, or None.
     """
     rows = len(images)
     figure = Picture(figsize=(11, 2.75 * rows + 0.5), layout="constrained")

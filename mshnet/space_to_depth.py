@@ -1,14 +1,14 @@
-"""Columns folded into channels: maps that fill a TPU's lanes, whatever the batch.
+"""Space-to-depth along rows: columns become channels, so that maps fill a TPU's vector lanes.
 
 A TPU computes on tiles with 128 lanes, and its compiler lays either the channels or the batch of a
 map along them. MSHNet's largest maps have 16 channels: with fewer than 128 images in a batch most
-of each tile is padding, which is stored, read and written all the same. So here f neighbouring
-columns become channels: (B, C, H, W) → (B, C·f, H, W/f), where channel c·f + k holds the columns
+of each tile is padding, which is stored, read and written like data. So f neighbouring columns
+become channels: (B, C, H, W) → (B, C·f, H, W/f), where channel c·f + k holds the columns
 k, k + f, k + 2f, … of channel c. With C·f = 128 the tiles are full.
 
-What it costs is arithmetic: a folded kernel is f times larger, most of it zeros. The step of MSHNet
-is bound by memory traffic, so a TPU has that to spare (the GUIDE has the account); CPUs and GPUs do
-not. With f = 1 nothing is folded, and what is computed is the same.
+The cost is arithmetic: a folded kernel is f times larger, most of it zeros. MSHNet's step is bound
+by memory bandwidth, so a TPU has arithmetic to spare (GUIDE.md has the numbers); CPUs and GPUs have
+not. f = 1 folds nothing.
 """
 
 from math import ceil
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 
 def fold(x: Tensor, f: int) -> Tensor:
-    """(B, C, H, W) → (B, C·f, H, W/f)."""
+    """Move groups of f columns into channels: (B, C, H, W) → (B, C·f, H, W/f)."""
     if f == 1:
         return x
     b, c, h, w = x.shape
@@ -27,7 +27,7 @@ def fold(x: Tensor, f: int) -> Tensor:
 
 
 def unfold(x: Tensor, f: int) -> Tensor:
-    """(B, C·f, H, W/f) → (B, C, H, W)."""
+    """Undo :func:`fold`: (B, C·f, H, W/f) → (B, C, H, W)."""
     if f == 1:
         return x
     b, cf, h, g = x.shape
@@ -35,7 +35,7 @@ def unfold(x: Tensor, f: int) -> Tensor:
 
 
 def kernel(weight: Tensor, f: int) -> Tensor:
-    """The kernel that does on folded maps what this one does on maps.
+    """Return the kernel that acts on folded maps as the given one acts on maps.
 
     Args:
         weight: (O, I, R, S) with S odd, centred.
@@ -49,8 +49,8 @@ def kernel(weight: Tensor, f: int) -> Tensor:
     o, i, r, s = weight.shape
     reach = ceil((s // 2) / f)
     t = 2 * reach + 1
-    # Lines of t·f + 1 places, one after the other, cut anew into lines of t·f: each begins one
-    # place later in its weights than the one before, so its weights stand one place further on.
+    # f copies of a line of t·f + 1 places, concatenated and split into lines of t·f places: the
+    # weights of each line are shifted by one place against the line before.
     before = reach * f - s // 2
     line = F.pad(weight, (before, t * f + 1 - before - s))
     lines = line.unsqueeze(-2).expand(o, i, r, f, t * f + 1).flatten(-2)[..., : f * t * f]
@@ -58,12 +58,12 @@ def kernel(weight: Tensor, f: int) -> Tensor:
 
 
 def conv2d(x: Tensor, layer: nn.Conv2d, f: int, copies: int = 1) -> Tensor:
-    """A layer with stride 1, an odd kernel and padding that keeps the size.
+    """Apply a convolution (stride 1, odd kernel, same padding) to folded maps.
 
     Args:
-        x: (B, I·f, H, W/f); or from :func:`max_pool`, with columns to be ignored.
-        copies: how often to write the result. A product with a map of C channels needs no other
-            layout of a factor that is there C times.
+        x: (B, I·f, H, W/f); or the output of :func:`max_pool`, with columns to be ignored.
+        copies: how often to repeat the result along channels. A product with a map of C channels
+            needs no layout change if the other factor has C copies.
 
     Returns:
         (B, copies·O·f, H, W/f).
@@ -74,32 +74,32 @@ def conv2d(x: Tensor, layer: nn.Conv2d, f: int, copies: int = 1) -> Tensor:
 
 
 def for_lanes(layer: nn.Conv2d, f: int, *parts: Tensor) -> Tensor:
-    """The kernel of a layer for folded maps that are the parts of its input, in their dtype."""
+    """Return a layer's kernel for folded maps, in the dtype of its input's parts."""
     weight = kernel(layer.weight.to(parts[0].dtype), f)
-    if sum(part.shape[1] for part in parts) == 2 * weight.shape[1]:  # as max_pool leaves it
+    if sum(part.shape[1] for part in parts) == 2 * weight.shape[1]:  # the output of max_pool
         weight = torch.stack([weight, torch.zeros_like(weight)], 2).flatten(1, 2)
     return weight
 
 
 def padding(weight: Tensor) -> tuple[int, int]:
-    """What keeps the size of a map."""
+    """Return the padding that keeps a map's size."""
     return weight.shape[2] // 2, weight.shape[3] // 2
 
 
 def spread(values: Tensor, f: int) -> Tensor:
-    """A value of each channel for all its columns: (…, C) → (…, C·f)."""
+    """Repeat each channel's value for all its columns: (…, C) → (…, C·f)."""
     return values if f == 1 else values.unsqueeze(-1).expand(*values.shape, f).flatten(-2)
 
 
 def columns(values: Tensor, f: int) -> Tensor:
-    """The opposite of :func:`spread`, for values that differ: (…, C·f) → (…, C, f)."""
+    """Split folded channels into channels and columns: (…, C·f) → (…, C, f)."""
     return values.unflatten(-1, (-1, f))
 
 
 def max_pool(x: Tensor, f: int) -> Tensor:
-    """2×2 maxima: (B, C·f, H, W/f) → (B, C·f, H/2, W/f), where every other column is to be ignored.
+    """Max-pool 2×2: (B, C·f, H, W/f) → (B, C·f, H/2, W/f), with every other column to be ignored.
 
-    With f = 1 that is (B, C, H/2, W/2), and nothing is to be ignored.
+    With f = 1 the result is (B, C, H/2, W/2), without such columns.
     """
     if f == 1:
         return F.max_pool2d(x, 2)
@@ -109,46 +109,46 @@ def max_pool(x: Tensor, f: int) -> Tensor:
 
 
 def without_ignored(x: Tensor, channels: int) -> Tensor:
-    """What :func:`max_pool` leaves, without the columns to be ignored: channels are all there are.
+    """Drop the columns of :func:`max_pool`'s output that are to be ignored, if x has any.
 
-    For whom a convolution cannot leave them out.
+    For users other than convolutions, which skip them by zero weights.
     """
     return x if x.shape[1] == channels else x[:, ::2]
 
 
 def wide(x: Tensor) -> Tensor:
-    """At least float32."""
+    """Convert to float32, or keep a wider dtype."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def is_peak(x: Tensor, peak: Tensor) -> Tensor:
-    """Where x is its maximum, up to rounding: bool, as x.
+    """Return where x equals its maximum, up to rounding: bool, the shape of x.
 
     Args:
         x: a map, floating point.
         peak: its maxima, of a shape that broadcasts to it.
 
-    Not ``x == peak``: a compiler computes x anew wherever it needs it, and there it rounds as the
-    operations around it have it. With nothing equal, a gradient divided by the count is NaN (seen
-    with XLA on the CPU, with ``--xla_backend_optimization_level=0``).
+    Not ``x == peak``: a compiler may recompute x inside a fusion, with other rounding. If no
+    element is equal, a gradient divided by their count is NaN (seen with XLA on the CPU and
+    ``--xla_backend_optimization_level=0``).
     """
     eps = torch.finfo(x.dtype).eps
-    # Of a difference of large numbers more is rounding than of its own last digit.
+    # x may be a difference of large numbers, whose rounding exceeds its own last digit.
     rounding = eps if x.dtype in (torch.bfloat16, torch.float16) else eps**0.75
     return x >= peak - peak.abs() * rounding
 
 
 def mean_and_peak_of_channels(x: Tensor, f: int) -> Tensor:
-    """Mean and maximum of each pixel: (B, C·f, H, W/f) → (B, 2·f, H, W/f), a folded map of two."""
+    """Return mean and maximum over channels: (B, C·f, H, W/f) → (B, 2·f, H, W/f), folded."""
     return _MeanAndPeak.apply(x, f)
 
 
 class _MeanAndPeak(torch.autograd.Function):
-    """Reductions over every f-th channel, by operations that keep a map in its lanes.
+    """Reductions over every f-th channel, by operations that keep the map's tile layout.
 
-    A reshape that separates C from f would be a copy of the map into other tiles. A 1×1 convolution
-    adds up groups (and hands gradients back to them); the maximum comes of maps that are turned
-    around by multiples of f.
+    A reshape that separates C from f would copy the map into other tiles. A 1×1 convolution sums
+    groups (and distributes gradients to them); the maximum is taken over maps rolled by multiples
+    of f.
     """
 
     @staticmethod
@@ -167,7 +167,7 @@ class _MeanAndPeak(torch.autograd.Function):
         x, peak = ctx.saved_tensors
         f = ctx.f
         hit = is_peak(x, peak).to(x.dtype)
-        # Channels that share the maximum share its gradient, as amax has it.
+        # Channels that share the maximum share its gradient, like amax.
         if f == 1:
             mean = gradient[:, :1] * (1 / x.shape[1])
             count = wide(hit).sum(1, keepdim=True)
@@ -183,14 +183,14 @@ class _MeanAndPeak(torch.autograd.Function):
 
 
 def _groups(x: Tensor, f: int) -> Tensor:
-    """(C·f, f, 1, 1): 1 where a channel belongs to a column."""
+    """Return (C·f, f, 1, 1): 1 where a channel belongs to a column, else 0."""
     channel = torch.arange(x.shape[1], device=x.device)[:, None] % f
     column = torch.arange(f, device=x.device)[None]
     return (channel == column).to(x.dtype)[..., None, None]
 
 
 def _peak_everywhere(x: Tensor, f: int) -> Tensor:
-    """The maximum over all channels of a pixel, in each of them: (B, C·f, H, W/f) → the same."""
+    """Return each pixel's maximum over channels, in all of them: (B, C·f, H, W/f) → the same."""
     channels, step = x.shape[1] // f, f
     while channels > 1:
         # 16 in one pass: a compiler fuses that many, and 128 channels take two.

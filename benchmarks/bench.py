@@ -1,9 +1,9 @@
-"""Compare the official way of training MSHNet with this project's, side by side, in one run.
+"""Compare the official MSHNet implementation with this project's, side by side, in one run.
 
-Each row does the same work both ways on the same data, in turns, and checks that the numbers agree
-before it believes a clock. "The official way" is written anew in benchmarks/official.py and
+Each row does the same work in both implementations on the same data, in turns, and checks that the
+numbers agree before it measures. The official one is rewritten in benchmarks/official.py and
 official_data.py: modules for upsampling and pooling, a loss that loops over samples, a loader that
-decodes every sample anew to float32 RGB, metrics of one image at eleven thresholds with copies to
+decodes every sample again to float32 RGB, metrics of one image at eleven thresholds with copies to
 the host, loss.item() at every step. --official compares with a checkout of the official code.
 
 A ratio is how many times better ours is, by the medians; beside it its smallest and largest value
@@ -40,7 +40,7 @@ ON_GPU = ("cuda_step",)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """``mshnet bench``; returns the exit code."""
+    """Run ``mshnet bench``; return the exit code."""
     try:
         args = _parser().parse_args(argv)
         settings = _settings(args)
@@ -139,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _settings(args: argparse.Namespace) -> cases.Settings:
-    """Refuse what cannot work before anything is measured."""
+    """Return the settings; refuse what cannot work before anything is measured."""
     for name in ("size", "epoch_size"):
         Config(base_size=getattr(args, name))  # a multiple of 16
     for name in ("batch_size", "rounds", "images"):
@@ -166,7 +166,7 @@ def _settings(args: argparse.Namespace) -> cases.Settings:
 
 
 def _chosen(args: argparse.Namespace) -> list[str]:
-    """Names of rows."""
+    """Return the names of the rows to run."""
     on_gpu = args.device == "cuda"
     chosen = args.only or [name for name in cases.ROWS if (name in ON_GPU) == on_gpu]
     unknown = [name for name in chosen if name not in cases.ROWS]
@@ -181,14 +181,14 @@ def _chosen(args: argparse.Namespace) -> list[str]:
 
 
 def line(row: measure.Row) -> str:
-    """A row for people who wait."""
+    """Return a row as one line of text."""
     low, high = row.spread
     goal = f"goal {row.goal:g}" if row.goal else ""
     return f"{row.key:16}{row.ratio:8.2f}×  ({low:.2f} to {high:.2f})  {goal:8}  {row.title}"
 
 
 def markdown(found: list[measure.Row]) -> str:
-    """The table."""
+    """Return the table as Markdown."""
     lines = ["| row | work | official | ours | ratio | of one round | goal |", "|---" * 7 + "|"]
     for row in found:
         values = (_value(sorted(v)[len(v) // 2], row.unit) for v in (row.official, row.ours))
@@ -217,7 +217,7 @@ def as_dict(
     unmeasured: list[str],
     failed: list[str],
 ) -> dict[str, Any]:
-    """The JSON line."""
+    """Return the values of the JSON line."""
     return {
         "ratios": {row.key: round(row.ratio, 3) for row in found},
         "met": {row.key: row.ratio >= row.goal for row in found if row.goal},
@@ -233,7 +233,7 @@ def _head(about: dict, settings: cases.Settings) -> str:
     versions = ", ".join(f"{k} {about[k]}" for k in ("python", "torch", "torch_xla"))
     way = settings.checkout or "benchmarks/official.py"
     return (
-        f"{about['cpu']}, {about['cores']} cores, {versions}; official way: {way}; "
+        f"{about['cpu']}, {about['cores']} cores, {versions}; official implementation: {way}; "
         f"data: {settings.folder}"
     )
 

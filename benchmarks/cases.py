@@ -1,7 +1,7 @@
-"""The rows of ``mshnet bench``: each does one kind of work the official way and ours.
+"""The rows of ``mshnet bench``: one kind of work each, in the official implementation and ours.
 
 A row's function runs in a process of its own, because XLA's devices and an allocator's peak are
-settled once for each. It checks that both ways give the same numbers before it believes a clock.
+settled once for each. It checks that both implementations give the same numbers before it measures.
 """
 
 import itertools
@@ -75,15 +75,15 @@ class Settings:
 
     @property
     def about_step(self) -> str:
-        """For titles."""
+        """Return a description for titles."""
         return f"batch {self.batch_size}, {self.size}×{self.size}"
 
 
 class Step:
-    """The same training step, both ways, on one device, from the same weights.
+    """The same training step in both implementations, on one device, from the same weights.
 
     Args:
-        backend: of ours; the official way has float32 only.
+        backend: ours; the official implementation has float32 only.
     """
 
     def __init__(self, settings: Settings, backend: Backend):
@@ -117,7 +117,7 @@ class Step:
         self.traced = Clock()
 
     def official(self) -> None:
-        """One step, waited for."""
+        """Run one step and wait for it."""
         start = time.perf_counter()
         loss = official_update(
             self.theirs,
@@ -134,7 +134,7 @@ class Step:
         _wait(self.backend)
 
     def ours(self) -> None:
-        """One step, waited for."""
+        """Run one step and wait for it."""
         start = time.perf_counter()
         [loss] = self.step(self.images, self.masks, self.total)
         self.traced.ours.append(time.perf_counter() - start)
@@ -142,19 +142,19 @@ class Step:
         _wait(self.backend)
 
     def report(self) -> dict[str, Any]:
-        """What there is to compare, and the process's memory."""
+        """Return the values to compare, and the process's memory."""
         return {"losses": self.losses, "peak": peak_memory(), "label": self.backend.label}
 
 
 def _same_losses(official: dict, ours: dict, share: float = 1e-4) -> str:
-    """Compare the first losses of two ways."""
+    """Compare the first losses of two implementations."""
     official, ours = official["official"][0], ours["ours"][0]
     close(ours, official, share, "loss of the first step")
     return f"loss of the first step {official:.6f}, {ours:.6f}"
 
 
 def batch_of(settings: Settings) -> tuple[Tensor, Tensor]:
-    """Images and masks of a batch, uint8 (B, 1, S, S): whole images, so each has a target."""
+    """Return images and masks of a batch, uint8 (B, 1, S, S): whole images, all with a target."""
     samples = DataFolder(settings.folder).samples("train")
     samples = [samples[i % len(samples)] for i in range(settings.batch_size)]
     whole = EvaluationSet(SampleCache(samples, title="read a batch"), settings.size)
@@ -163,7 +163,7 @@ def batch_of(settings: Settings) -> tuple[Tensor, Tensor]:
 
 
 def _wait(backend: Backend) -> None:
-    """Until the device has nothing left to do."""
+    """Wait until the device is idle."""
     if backend.device.type == "xla":
         runtime.wait()
     elif backend.device.type == "cuda":
@@ -176,7 +176,7 @@ def _use_xla_on_cpu() -> None:
 
 
 def xla_step(settings: Settings) -> list[Row]:
-    """A training step on XLA: run, trace, compile."""
+    """Measure a training step on XLA: run, trace, compile."""
     _use_xla_on_cpu()
     step = Step(settings, backends.make_backend("tpu"))
     compiling, counted = Clock(), {}
@@ -201,9 +201,9 @@ def xla_step(settings: Settings) -> list[Row]:
             4, checked, fallbacks),
         Row("trace", "the host's part of that step, until it is handed over", "s",
             step.traced.official, step.traced.ours, 50, checked,
-            f"the official way waits for its {fallbacks.split(',')[0]}; ours is traced twice "
-            "and then repeated (tpuscope/engine/compiled_step.py)"),
-        Row("trace_alone", "tracing it anew: the official way without its fallbacks", "s",
+            f"the official implementation waits for its {fallbacks.split(',')[0]}; ours is traced "
+            "twice, then its program is called (tpuscope/engine/compiled_step.py)"),
+        Row("trace_alone", "tracing alone: the official implementation without its fallbacks", "s",
             traced.official, traced.ours, None, "", "upsampling by matrices in both"),
         Row("compile", "compiling that step", "s", compiling.official, compiling.ours, 4,
             checked, f"programs: {compilations}; one sample of each in a process"),
@@ -225,14 +225,14 @@ def _trace_official_without_fallbacks(step: Step) -> None:
 
 
 def _forget(step: Step) -> None:
-    """Drop what was traced: nothing of it has to run."""
+    """Drop the pending graph without running it."""
     import torch_xla
 
     torch_xla._XLAC._clear_pending_irs(str(step.backend.device))
 
 
 class ByMatrices(nn.Module):
-    """Upsampling that XLA can differentiate off TPU, in place of the official module."""
+    """Upsampling whose gradient XLA can lower off TPU, in place of the official module."""
 
     def __init__(self, scale: int):
         super().__init__()
@@ -250,7 +250,7 @@ class Largest(nn.Module):
 
 
 def upsample_by_matrices(network: nn.Module) -> None:
-    """Replace the official way's modules for upsampling."""
+    """Replace the official implementation's upsampling modules."""
     _replace(network, nn.Upsample, lambda module: ByMatrices(int(module.scale_factor)))
 
 
@@ -262,12 +262,12 @@ def _replace(network: nn.Module, kind: type, by: Callable[[nn.Module], nn.Module
 
 
 def cpu_step(settings: Settings) -> list[Row]:
-    """A training step of eager PyTorch on the CPU."""
+    """Measure a training step of eager PyTorch on the CPU."""
     return _eager_step(settings, "cpu", "cpu_step", 1.5)
 
 
 def cuda_step(settings: Settings, device: str = "cuda") -> list[Row]:
-    """A training step on a GPU: float32, bfloat16, bfloat16 compiled by ``torch.compile``."""
+    """Measure a training step on a GPU: float32, bfloat16, bfloat16 under ``torch.compile``."""
     rows = _eager_step(settings, device, "cuda_step", None)
     rows += _eager_step(settings, device, "cuda_step_bf16", None, "bf16")
     return rows + _eager_step(settings, device, "cuda_step_compiled", None, "bf16", compiled=True)
@@ -299,7 +299,7 @@ def _eager_step(
 
 
 def _make_step(settings: Settings, device: str, precision: str, compiled: bool, name: str) -> Step:
-    # The official way gets the plain backend: ours also sets how its process keeps memory.
+    # The official implementation gets the plain backend: ours also sets the allocator.
     plain = Backend(torch.device(device), device)
     ours = name == "ours"
     step = Step(settings, backends.make_backend(device, precision=precision) if ours else plain)
@@ -334,7 +334,7 @@ def _same_gradients(settings: Settings, device: str) -> str:
 
 
 def loader(settings: Settings) -> list[Row]:
-    """Training samples a second of one process, and the bytes that they bring to the device."""
+    """Measure training samples a second of one process, and their bytes to the device."""
     torch.set_num_threads(1)  # as in a loader's process
     with tempfile.TemporaryDirectory() as folder:
         write_scenes(folder, train=48, test=1, size=512, progress=False)
@@ -363,7 +363,7 @@ def _loader_row(settings: Settings, folder: str, key: str, name: str) -> Row:
 
 
 def _loaders(settings: Settings, folder: str) -> tuple[DataLoader, DataLoader, str]:
-    """The official way's and ours, over the same samples, and what is equal."""
+    """Return both loaders over the same samples, and a note on what is equal."""
     way, size = reference.choose(settings.checkout), settings.size
     samples = DataFolder(folder).samples("train")[: settings.images]
     random.seed(0)
@@ -374,8 +374,8 @@ def _loaders(settings: Settings, folder: str) -> tuple[DataLoader, DataLoader, s
     return official, ours, _same_samples(settings, folder, way)
 
 
-def _same_samples(settings: Settings, folder: str, way: reference.OfficialWay) -> str:
-    """Compare what is tested, where nothing is random."""
+def _same_samples(settings: Settings, folder: str, way: reference.Official) -> str:
+    """Compare the test samples, where nothing is random."""
     theirs = way.samples(folder, "test", settings.size, settings.size)
     store = SampleCache(DataFolder(folder).samples("test")[:8], channels=3, title="read images")
     whole, largest = EvaluationSet(store, settings.size), 0.0
@@ -383,7 +383,9 @@ def _same_samples(settings: Settings, folder: str, way: reference.OfficialWay) -
         (image, mask), (expected, target) = whole[i], theirs[i]
         largest = max(largest, float((Normalize()(image[None])[0] - expected).abs().max()))
         if not torch.equal(mask != 0, target > 0.5):
-            raise RuntimeError(f"the mask of {store.samples[i].name} is not the official way's")
+            raise RuntimeError(
+                f"the mask of {store.samples[i].name} differs from the official implementation's"
+            )
     if largest > 1e-5:
         raise RuntimeError(f"resized images differ by {largest}")
     return f"{len(store)} resized test samples within {largest:.0e}"
@@ -400,7 +402,7 @@ def _feed_bytes(settings: Settings) -> Row:
 
 
 class Evaluation:
-    """A test split, both ways, with weights whose maps look like detections."""
+    """A test split in both implementations, with weights whose maps look like detections."""
 
     def __init__(self, settings: Settings, backend: Backend, images: int):
         self.backend = backend
@@ -409,14 +411,14 @@ class Evaluation:
         samples = DataFolder(settings.folder).samples("test")[:images]
         theirs = self.way.samples(settings.folder, "test", self.size, self.size)
         self.their_loader = DataLoader(Subset(theirs, range(len(samples))), 1)
-        # In colour, as the official way reads it: the numbers are to be the same.
+        # In colour, like the official implementation: the numbers have to agree.
         whole = EvaluationSet(SampleCache(samples, channels=3, title="read images"), self.size)
         self.loader = evaluation_loader(whole, settings.batch_size, 0)
         torch.manual_seed(0)
         network = settings.widths, settings.depths
         self.theirs = self.way.network(*network).eval()
         self.model = MSHNet(3, *network)
-        _teach(self.model, settings)
+        _train_finest_head(self.model, settings)
         _find_few(self.model, torch.stack([whole[i][0] for i in range(0, len(samples), 4)]))
         self.theirs.load_state_dict(self.model.state_dict())
         self.theirs.to(self.backend.device)
@@ -430,7 +432,7 @@ class Evaluation:
 
     @torch.no_grad()
     def official(self) -> None:
-        """Image by image, all metrics of each."""
+        """Evaluate image by image, all metrics of each."""
         metrics = self.way.metrics(self.size)
         for images, masks in self.their_loader:
             images, masks = images.to(self.backend.device), masks.to(self.backend.device)
@@ -440,14 +442,14 @@ class Evaluation:
         self.numbers["official"] = metrics.numbers()
 
     def ours(self) -> None:
-        """Batch by batch, in both definitions."""
+        """Evaluate batch by batch, in both definitions."""
         parts = self.model, self.normalize, self.backend, self.loader
         metrics = evaluate(*parts, step=self.step)
         found = metrics.compute("official")
         self.numbers["ours"] = {**found, **found.pop("roc")}
 
     def report(self) -> dict[str, Any]:
-        """Numbers of both ways, as far as they ran here."""
+        """Return the numbers of both implementations, as far as they ran here."""
         about = {"images": self.images, "label": self.backend.label, "numbers": self.numbers}
         if "ours" in self.numbers:  # in the other process our network would be compiled for nothing
             about["network"] = seconds(self._network)
@@ -455,13 +457,13 @@ class Evaluation:
 
     @torch.no_grad()
     def _network(self) -> None:
-        """Ours without metrics."""
+        """Run our evaluation without metrics."""
         for _ in predict_batches(self.step, self.backend, self.loader, True):
             pass
 
 
-def _teach(model: MSHNet, settings: Settings) -> None:
-    """A few steps of the finest head on the CPU, small, so that there is something to evaluate."""
+def _train_finest_head(model: MSHNet, settings: Settings) -> None:
+    """Train the finest head for a few small steps on the CPU, so that it detects something."""
     samples = DataFolder(settings.folder).samples("train")[: settings.images]
     store = SampleCache(samples, channels=3, title="read images")
     loader = training_loader(TrainingSet(store, 64, 64, 0), settings.batch_size, 0)
@@ -477,7 +479,7 @@ def _teach(model: MSHNet, settings: Settings) -> None:
 
 @torch.no_grad()
 def _find_few(model: MSHNet, images: Tensor) -> None:
-    """Let the fused head hand the finest one through, and find one pixel in a thousand."""
+    """Make the fused head pass the finest one through, with one pixel in a thousand detected."""
     model.final.weight.zero_()
     model.final.weight[0, 0, 1, 1] = 1
     logits = model(Normalize()(images), True)[1]
@@ -485,13 +487,13 @@ def _find_few(model: MSHNet, images: Tensor) -> None:
 
 
 def evaluation(settings: Settings) -> list[Row]:
-    """A test split on XLA."""
-    # Of the official way's minute each for compiling and for 24 images, a few would say the same.
+    """Measure the evaluation of a test split on XLA."""
+    # The official implementation takes a minute each to compile and for 24 images: fewer suffice.
     return [_evaluation_row(settings, "tpu", "evaluation", min(settings.images, 24))]
 
 
 def evaluation_cpu(settings: Settings) -> list[Row]:
-    """A test split on the CPU, with the network and without."""
+    """Measure the evaluation of a test split on the CPU, with the network and without."""
     row = _evaluation_row(settings, "cpu", "evaluation_cpu", settings.images)
     return [row, _metrics_row(settings)]
 
@@ -533,7 +535,7 @@ def _same_numbers(official: dict, ours: dict) -> str:
 
 
 def _metrics_row(settings: Settings) -> Row:
-    """The metrics alone, on the host, of maps with a few regions."""
+    """Measure the metrics alone, on the host, for maps with a few regions."""
     way = reference.choose(settings.checkout)
     samples = way.samples(settings.folder, "test", settings.size, settings.size)
     torch.manual_seed(0)
@@ -553,7 +555,7 @@ def _metrics_row(settings: Settings) -> Row:
 
 
 def tpu_bytes(settings: Settings) -> list[Row]:
-    """Bytes that a step moves for each image, by the TPU's compiler."""
+    """Count the bytes that a step moves for each image, by the TPU's compiler."""
     _use_xla_on_cpu()
     overrides = {"batch_size": settings.batch_size, "base_size": settings.size}
     network = {"widths": settings.widths, "depths": settings.depths}
@@ -577,15 +579,15 @@ def tpu_bytes(settings: Settings) -> list[Row]:
             *moved,
             3,
             "",
-            "by the TPU's compiler, no TPU ran; the official way upsampling by matrices, because "
-            "its own way cannot be traced off TPU, and with amax for AdaptiveMaxPool2d, whose "
+            "by the TPU's compiler, no TPU ran; the official implementation has matrix upsampling, "
+            "because its own cannot be traced off TPU, and amax for AdaptiveMaxPool2d, whose "
             "gradient the compiler refuses for maps of 256×256",
         )
     ]
 
 
 def epoch(settings: Settings, run: Callable = alone) -> list[Row]:
-    """An epoch and its evaluation on XLA, from files to numbers; each in a process of its own."""
+    """Measure an epoch and its evaluation on XLA, from files to numbers, in separate processes."""
     small = Settings(**vars(settings) | {"size": settings.epoch_size})
     official, ours = run(_official_epoch, small), run(_our_epoch, small)
     title = f"an epoch of {Path(settings.folder).name} and its test, {small.about_step}, XLA"

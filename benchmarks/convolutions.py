@@ -1,4 +1,4 @@
-"""How fast this machine computes MSHNet's convolutions: what no way of writing it can go below.
+"""Time MSHNet's convolutions on this machine: a lower bound for every implementation.
 
 Each convolution of the network runs alone, forward, with the maps that it has in an evaluation: by
 PyTorch's eager kernels (oneDNN; channels innermost, as our CPU backend has them, and outermost, as
@@ -27,7 +27,7 @@ Case = tuple[int, int, int, int]  # input channels, output channels, kernel, sid
 
 
 def convolutions(size: int) -> Counter[Case]:
-    """Those of one forward pass of the full network whose maps are not single pixels."""
+    """Return the convolutions of one forward pass whose maps are larger than a pixel."""
     found: Counter[Case] = Counter()
 
     def note(module: nn.Conv2d, inputs: tuple[Tensor], output: Tensor) -> None:
@@ -45,14 +45,14 @@ def convolutions(size: int) -> Counter[Case]:
 
 
 def gigaflops(case: Case, batch_size: int) -> float:
-    """Operations of one, multiplications and additions."""
+    """Return a convolution's operations, multiplications and additions, in Gflop."""
     inputs, outputs, kernel, side = case
     return 2e-9 * batch_size * side * side * inputs * outputs * kernel * kernel
 
 
 @torch.no_grad()
 def time_of(case: Case, batch_size: int, way: str, rounds: int = 3) -> float:
-    """Median seconds of one.
+    """Return the median seconds of one convolution.
 
     Args:
         case: of :func:`convolutions`.

@@ -1,4 +1,4 @@
-"""Measuring two ways of the same work side by side."""
+"""Measure two implementations of the same work side by side."""
 
 import multiprocessing
 import os
@@ -20,7 +20,7 @@ from tpuscope.progress import hide_progress
 
 @dataclass
 class Row:
-    """A line of the table: the same work, the official way and ours.
+    """A line of the table: the same work in the official implementation and ours.
 
     Attributes:
         key: in ``ratios``.
@@ -44,12 +44,12 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """How many times better ours is, by the medians."""
+        """Return how many times better ours is, by the medians."""
         return self._ratio(statistics.median(self.official), statistics.median(self.ours))
 
     @property
     def spread(self) -> tuple[float, float]:
-        """Smallest and largest ratio of one round."""
+        """Return the smallest and largest ratio of one round."""
         ratios = [self._ratio(a, b) for a, b in zip(self.official, self.ours, strict=True)]
         return min(ratios), max(ratios)
 
@@ -57,13 +57,13 @@ class Row:
         return ours / official if self.unit.endswith("/s") else official / ours
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return vars(self) | {"ratio": self.ratio, "spread": self.spread}
 
 
 @dataclass
 class Clock:
-    """Seconds of two ways that take turns, so that a machine's moods meet both."""
+    """Seconds of two implementations in turns, so that load drift affects both equally."""
 
     official: list[float] = field(default_factory=list)
     ours: list[float] = field(default_factory=list)
@@ -71,7 +71,7 @@ class Clock:
     def take_turns(
         self, official: Callable[[], Any], ours: Callable[[], Any], rounds: int
     ) -> "Clock":
-        """Run each so many times."""
+        """Run each implementation ``rounds`` times, in turns."""
         for _ in range(rounds):
             self.official.append(seconds(official))
             self.ours.append(seconds(ours))
@@ -79,7 +79,7 @@ class Clock:
 
 
 def alone(function: Callable, *args: Any, **environment: str) -> Any:
-    """What a function of an importable module returns, in a fresh process.
+    """Return the result of a module's function, called in a fresh process.
 
     Args:
         environment: variables of that process.
@@ -98,7 +98,7 @@ _AT_WORK: dict[str, Any] = {}  # in a process of Apart
 
 
 class Apart:
-    """Two ways that take turns in processes of their own.
+    """Two implementations that take turns in their own processes.
 
     What one does to its process (how it keeps memory, log) does nothing to the other.
 
@@ -121,11 +121,11 @@ class Apart:
             process.shutdown()
 
     def seconds(self, name: str) -> float:
-        """That one turn of a way takes."""
+        """Return the seconds of one turn of an implementation."""
         return self._processes[name].submit(_turn, name).result()
 
     def take_turns(self, rounds: int) -> Clock:
-        """Run each so many times, after one that does not count: it allocates, or compiles."""
+        """Run each ``rounds`` times, after an uncounted first one that allocates or compiles."""
         clock = Clock()
         for number in range(rounds + 1):
             for name in ("official", "ours"):
@@ -135,7 +135,7 @@ class Apart:
         return clock
 
     def report(self, name: str) -> Any:
-        """Of a way's object."""
+        """Return the report of an implementation's object."""
         return self._processes[name].submit(_report).result()
 
 
@@ -152,29 +152,31 @@ def _report() -> Any:
 
 
 def seconds(work: Callable[[], Any]) -> float:
-    """That some work takes."""
+    """Return the seconds that some work takes."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
 
 
 def peak_memory() -> float:
-    """Most memory that this process has held so far, bytes."""
+    """Return the peak memory of this process so far, bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def close(ours: float, official: float, share: float, what: str) -> None:
-    """Both ways must give the same numbers.
+    """Raise RuntimeError unless both implementations give the same numbers.
 
     Raises:
         RuntimeError: they differ by more than a share of the official one.
     """
     if not abs(ours - official) <= share * abs(official):
-        raise RuntimeError(f"{what}: {ours} here, {official} the official way; nothing to compare")
+        raise RuntimeError(
+            f"{what}: {ours} here, {official} in the official implementation; nothing to compare"
+        )
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers were taken on."""
+    """Return the machine and the versions of the measurement."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         model = next(x.partition(":")[2].strip() for x in lines if x.startswith("model name"))

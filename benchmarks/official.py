@@ -1,4 +1,4 @@
-"""The official way of writing MSHNet's training step, anew, to compare with.
+"""MSHNet's official training step, rewritten for comparison.
 
 Written from the description of network and loss in the paper (CVPR 2024, arXiv 2403.19366) and of
 what the official code does, in plain PyTorch: upsampling by ``nn.Upsample``, pooling by
@@ -77,7 +77,7 @@ def _layer(in_channels: int, out_channels: int, depth: int) -> nn.Sequential:
 
 
 class OfficialMSHNet(nn.Module):
-    """The network with upsampling as modules; state_dict keys are the official ones.
+    """The network with upsampling modules; state_dict keys are the official ones.
 
     Args:
         in_channels: of the images.
@@ -132,7 +132,7 @@ class OfficialMSHNet(nn.Module):
 
 
 def location_loss(p: Tensor, t: Tensor) -> Tensor:
-    """Mean over the batch, one sample after the other; both (B, 1, H, W)."""
+    """Return the mean over the batch, sample by sample; both (B, 1, H, W)."""
     loss = torch.zeros((), device=p.device)
     height, width = p.shape[-2:]
     x = torch.arange(width, device=p.device).view(1, 1, width) / width
@@ -150,7 +150,7 @@ def location_loss(p: Tensor, t: Tensor) -> Tensor:
 
 
 def sls_loss(logits: Tensor, t: Tensor, warm_epoch: int, epoch: int) -> Tensor:
-    """The scale- and location-sensitive IoU loss; both (B, 1, H, W), t of 0 and 1, float."""
+    """Return the scale- and location-sensitive IoU loss; both (B, 1, H, W), t of 0 and 1, float."""
     p = torch.sigmoid(logits)
     intersection = (p * t).sum((1, 2, 3))
     p_sum, t_sum = p.sum((1, 2, 3)), t.sum((1, 2, 3))
@@ -173,7 +173,7 @@ def official_update(
     epoch: int,
     criterion: Callable[[Tensor, Tensor, int, int], Tensor] = sls_loss,
 ) -> Tensor:
-    """Forward, loss, backward, update; the loss.
+    """Run forward, loss, backward and update; return the loss.
 
     Args:
         images: float32, (B, 3, H, W), normalised, on the device.
@@ -194,5 +194,5 @@ def official_update(
 
 
 def official_step(*args, **kwargs) -> float:
-    """:func:`official_update`, and the loss's value."""
+    """Run :func:`official_update`; return the loss's value, which reads the device."""
     return official_update(*args, **kwargs).item()  # every step, for the mean that is shown

@@ -1,6 +1,6 @@
-"""The official way of feeding and of evaluating, anew, to compare with.
+"""MSHNet's official data loading and evaluation, rewritten for comparison.
 
-Written from what the official code does: every sample is decoded anew by Pillow, augmented in
+Written from what the official code does: every sample is decoded again by Pillow, augmented in
 colour, and handed out as normalised float32 RGB; evaluation takes one image at a time, labels its
 regions at eleven thresholds, and copies maps and sums to the host for each of them. Numbers are
 those of ``mshnet.metrics`` in the ``official`` definition.
@@ -75,7 +75,7 @@ class OfficialSet(Dataset):
 
 
 def _to_tensor(image: Image.Image) -> Tensor:
-    """uint8 (H, W) or (H, W, 3) → float32 (1 or 3, H, W), 0..1."""
+    """Convert uint8 (H, W) or (H, W, 3) → float32 (1 or 3, H, W), 0..1."""
     values = np.array(image)
     if values.ndim == 2:
         values = values[:, :, None]
@@ -107,7 +107,7 @@ class OfficialMetrics:
             self._rates(logits, target, number)
 
     def numbers(self) -> dict[str, float]:
-        """As ``DetectionMetrics(definition="official").compute()`` names them."""
+        """Return the numbers under the names of ``DetectionMetrics.compute()``."""
         tp, positive, fp, negative, _ = self.counts
         return {
             "iou": self.intersection / self.union,

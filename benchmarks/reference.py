@@ -1,4 +1,4 @@
-"""The official way of doing the work: as written anew here, or a checkout of the official code."""
+"""The reference implementation: rewritten in benchmarks/, or a checkout of the official code."""
 
 import sys
 from argparse import Namespace
@@ -18,7 +18,7 @@ FILES = ("model/MSHNet.py", "model/loss.py", "utils/data.py", "utils/metric.py")
 
 
 class Metrics(Protocol):
-    """What evaluates one image after the other."""
+    """Metrics that are updated image by image."""
 
     def update(self, logits: Tensor, target: Tensor) -> None:
         """Add an image: (1, 1, H, W) both, on any device."""
@@ -28,8 +28,8 @@ class Metrics(Protocol):
 
 
 @dataclass(frozen=True)
-class OfficialWay:
-    """What is compared with.
+class Official:
+    """The parts of the implementation to compare with.
 
     Attributes:
         name: for the table.
@@ -46,14 +46,14 @@ class OfficialWay:
     metrics: Callable[[int], Metrics]
 
 
-def choose(checkout: str | None) -> OfficialWay:
-    """The official code in a folder, or the official way as it is written in benchmarks/.
+def choose(checkout: str | None) -> Official:
+    """Return the official code of a folder, or its rewrite in benchmarks/.
 
     Raises:
         RequestError: the folder holds something else, or something of it cannot be imported.
     """
     if checkout is None:
-        return OfficialWay(
+        return Official(
             "benchmarks/official.py",
             lambda widths, depths: official.OfficialMSHNet(3, widths, depths),
             official.sls_loss,
@@ -96,13 +96,13 @@ def choose(checkout: str | None) -> OfficialWay:
             }
 
     # The checkout's network has one size.
-    return OfficialWay(
+    return Official(
         f"checkout {folder}", lambda *_: MSHNet(3), SLSIoULoss(), samples, CheckoutMetrics
     )
 
 
 def require_checkout(path: str) -> Path:
-    """The folder, if it holds the official code.
+    """Return the folder if it holds the official code.
 
     Raises:
         RequestError: it does not.

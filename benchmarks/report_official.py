@@ -1,9 +1,9 @@
-"""The metrics report on two ways of writing the same training step: the official one, and ours.
+"""The watch report on two implementations of the same training step: the official one, and ours.
 
     PJRT_DEVICE=CPU python benchmarks/report_official.py
 
 Both train the same network on the same scenes with the same optimizer, for one epoch whose last
-batch is not full. The official way (benchmarks/official.py) is written as for a GPU, moved to XLA
+batch is not full. The official implementation (benchmarks/official.py) is GPU code, moved to XLA
 by its device alone, and gets a ``torch_xla.sync()`` after each step. Ours is
 ``mshnet.training.step``, whose loader drops the last images that do not fill a batch. Each report
 ends with what to change. Nothing is timed against the other: seconds are those of this machine.
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     except RequestError as error:
         print(f"report_official: {error}", file=sys.stderr)
         return 2
-    print("the official way\n", official, "\nours\n", ours, sep="\n")
+    print("the official implementation\n", official, "\nours\n", ours, sep="\n")
     return 0
 
 
@@ -65,7 +65,7 @@ def reports(
     widths: Sequence[int] = (2, 4, 4, 8, 8),
     epoch: int = 1,
 ) -> tuple[Report, Report]:
-    """The official way's report and ours, of one epoch each.
+    """Return the reports of the official implementation and ours, of one epoch each.
 
     Args:
         size: side of the images, pixels, a multiple of 16.

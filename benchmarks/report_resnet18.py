@@ -1,4 +1,4 @@
-"""The metrics report on a model that is not ours: a training step of torchvision's ResNet-18.
+"""The watch report on a foreign model: a training step of torchvision's ResNet-18.
 
     PJRT_DEVICE=CPU python benchmarks/report_resnet18.py
 
@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def report(size: int, batch_size: int, steps: int) -> Report:
-    """Of so many steps from the first on."""
+    """Return the report on the first ``steps`` steps."""
     import torchvision
 
     device = runtime.device()

@@ -1,4 +1,4 @@
-"""Estimate MSHNet's training step on TPU v5e for 1 to 256 cores, from what the TPU's compiler says.
+"""Estimate MSHNet's training step on TPU v5e for 1 to 256 cores, from the TPU compiler's costs.
 
 libtpu holds the whole TPU compiler and needs no TPU for compiling. So the step is traced on virtual
 cores, compiled for v5e, and the compiled program says what a core computes, moves and stores, and
@@ -11,7 +11,7 @@ least the longer of
 and then its all-reduces, as if nothing of them were hidden behind computation:
 
 * bytes, as in a ring: 2 (n - 1) / n x bytes / bandwidth of one link in one direction
-* latency: as many hops as it takes along both axes of the slice and back, each all-reduce anew
+* latency: as many hops as it takes along both axes of the slice and back, for each all-reduce
 
 Left out: the host that loads and uploads batches, evaluation, and what the compiler would do with
 more effort. A program takes about a minute and 3 GB of the host's memory.
@@ -36,7 +36,7 @@ SLICES = {1: (1, 1), 8: (2, 4), 16: (4, 4), 32: (4, 8), 64: (8, 8), 128: (8, 16)
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler says of one step on one core.
+    """The compiler's costs of one step on one core.
 
     Attributes:
         flops: floating-point operations.
@@ -54,7 +54,7 @@ class Compiled:
 
     @classmethod
     def of(cls, report: Report) -> "Compiled":
-        """From the compiler's report."""
+        """Return the costs in a compiler's report."""
         reduced = [found for found in report.collectives if found["kind"] == "all-reduce"]
         return cls(
             flops=report.flops,
@@ -66,7 +66,7 @@ class Compiled:
 
 
 def reduce_seconds(cores: int, compiled: Compiled) -> float:
-    """Time of all all-reduces of a step, one after the other."""
+    """Return the seconds of all all-reduces of a step, one after the other."""
     rows, columns = SLICES[cores]
     ring = 2 * (cores - 1) / cores * compiled.reduced / LINK
     hops = 2 * (rows - 1 + columns - 1)
@@ -74,7 +74,7 @@ def reduce_seconds(cores: int, compiled: Compiled) -> float:
 
 
 def step_seconds(cores: int, compiled: Compiled) -> float:
-    """Time of a step, at least."""
+    """Return the least seconds of a step."""
     alone, _ = CHIP.roofline(compiled.flops, compiled.accessed)
     return alone + reduce_seconds(cores, compiled)
 
@@ -86,7 +86,7 @@ HEAD = (
 
 
 def table(rows: list[tuple[int, int, Compiled | None]]) -> str:
-    """Markdown; a row is cores, batch of a core, and the program (None: it does not fit)."""
+    """Return a Markdown table; rows are cores, batch of a core, and the program (None: no fit)."""
     lines = [HEAD, ("---",) * len(HEAD)]
     for cores, batch, compiled in rows:
         line = [cores, batch, cores * batch]

@@ -1,7 +1,7 @@
-"""How cost grows: with the batch, the images, the targets, the data set, the loader's processes.
+"""Scaling curves: cost against batch, images, targets, data set size and loader processes.
 
 Each part measures points in processes of its own, fits a line where a line is meant, and draws one
-figure. The network is narrow and the images are small where only the growth is of interest.
+figure. The network is narrow and the images are small where only the slope matters.
 """
 
 import json
@@ -40,7 +40,7 @@ BATCHES = (1, 2, 4, 8, 16, 32)
 
 
 def draw(settings: cases.Settings, folder: Path, log: Callable[[str], None]) -> Iterator[Path]:
-    """Measure every part, draw it, say what it found; the figures' paths, and the points' last."""
+    """Measure, draw and log every part; return the figures' paths, and last that of the points."""
     folder.mkdir(parents=True, exist_ok=True)
     points = {}
     for part in (steps, epochs, targets, memory, data_set, feeding):
@@ -58,7 +58,7 @@ def draw(settings: cases.Settings, folder: Path, log: Callable[[str], None]) -> 
 
 
 def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """Slope and value at 0 of the line through the points."""
+    """Return slope and intercept of the line through the points."""
     slope, start = np.polyfit(x, y, 1)
     return float(slope), float(start)
 
@@ -82,7 +82,7 @@ def _curves(axis: Any, x: Sequence[float], values: dict[str, Sequence[float]], *
 
 
 def steps(settings: cases.Settings) -> tuple[dict, Figure, list[str]]:
-    """Running and tracing a step on XLA, against the batch."""
+    """Measure running and tracing a step on XLA against the batch."""
     found = {
         batch: alone(
             _step_point,
@@ -118,7 +118,7 @@ def _step_point(settings: cases.Settings) -> dict[str, dict[str, float]]:
 
 
 def epochs(settings: cases.Settings) -> tuple[dict, Figure, list[str]]:
-    """An epoch of eager PyTorch on the CPU, loader and steps, against the images."""
+    """Measure an epoch of eager PyTorch on the CPU, loader and steps, against the images."""
     counts = (48, 96, 192, 384)
     settings = replace(settings, size=64, **NARROW)
     curves = {
@@ -176,7 +176,7 @@ def _epoch_point(settings: cases.Settings, name: str, count: int) -> float:
 
 
 def targets(settings: cases.Settings) -> tuple[dict, Figure, list[str]]:
-    """The metrics of one image, against its targets."""
+    """Measure the metrics of one image against its targets."""
     numbers = (1, 4, 16, 36, 64)
     found = alone(_metrics_points, settings, numbers)
     curves = {name: [1000 * point[name] for point in found] for name in COLOURS}
@@ -209,7 +209,7 @@ def _metrics_point(settings: cases.Settings, number: int) -> dict[str, float]:
 
 
 def memory(settings: cases.Settings) -> tuple[dict, Figure, list[str]]:
-    """Most memory of a training on the CPU, against the batch."""
+    """Measure the peak memory of training on the CPU against the batch."""
     curves = {
         name: [alone(_memory_point, replace(settings, size=128, batch_size=b), name) / 1e9
                for b in BATCHES[1:]]
@@ -234,7 +234,7 @@ def _memory_point(settings: cases.Settings, name: str) -> float:
 
 
 def data_set(settings: cases.Settings) -> tuple[dict, Figure, list[str]]:
-    """Memory and time of opening 10,000 images, by what keeps them."""
+    """Measure memory and time of opening 10,000 images, for each cache."""
     count, found = 10_000, {}
     with tempfile.TemporaryDirectory() as name:
         folder = _many(Path(name) / "data", count)
@@ -256,7 +256,7 @@ def data_set(settings: cases.Settings) -> tuple[dict, Figure, list[str]]:
 
 
 def _many(folder: Path, count: int) -> Path:
-    """A data set of so many names, links to a few scenes."""
+    """Return a data set of ``count`` names, links to a few scenes."""
     drawn = write_scenes(folder.with_name("drawn"), train=50, test=1, size=256, progress=False)
     samples = DataFolder(drawn).samples("train")
     names = [f"{i:05}" for i in range(count)]
@@ -283,7 +283,7 @@ def _cache_point(folder: str, cache: str) -> dict[str, float]:
 
 
 def feeding(settings: cases.Settings) -> tuple[dict, Figure, list[str]]:
-    """Samples a second that reach the device, against the loader's processes."""
+    """Measure the samples a second that reach the device against the loader's processes."""
     workers, cores = (0, 1, 2, 4), (1, 8)
     curves = {
         f"to {n} virtual core{'s' * (n > 1)}": [
@@ -334,6 +334,6 @@ def _feed_point(settings: cases.Settings, cores: int, workers: int) -> float:
 
 
 def _least_seconds(topology: str, batch: int, size: int) -> float:
-    """Of a step on a TPU, by its compiler."""
+    """Return the least seconds of a step on a TPU, by its compiler."""
     overrides = {"batch_size": batch, "base_size": size, "precision": "bf16"}
     return estimate.compile_step(estimate.request(overrides, "train", topology)).roofline_seconds

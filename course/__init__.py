@@ -1,4 +1,4 @@
-"""What the lessons share: set-up beyond the package, checks of exercises, pictures of clicks."""
+"""Helpers of the lessons: installing extras, checking exercises, drawing menus."""
 
 import subprocess
 import sys
@@ -16,12 +16,12 @@ from tpuscope.figure import Picture
 
 CHOSEN, PAPER, INK, LINE = "#ff9f0a", "#f2f2f7", "#1c1c1e", "#c7c7cc"
 
-# Bound to each other by C++ interfaces, or to the TPU: an installation leaves them as they are.
+# Bound to each other or to the TPU by C++ interfaces: an installation must not change them.
 KEPT = ("torch", "torch_xla", "torchvision", "libtpu", "numpy", "jax", "jaxlib")
 
 
 def checkout() -> Path:
-    """The project's folder, which holds ``labs/`` and ``benchmarks/`` beside the package.
+    """Return the project's folder, which holds ``labs/`` and ``benchmarks/`` beside the package.
 
     In a clone this is the clone. Where the package alone was installed (Colab, Kaggle), the
     repository is cloned into ``clone`` in the working folder, once.
@@ -40,13 +40,13 @@ def checkout() -> Path:
 
 
 def install(*requirements: str) -> None:
-    """Install what a lab needs beyond the runtime's image; what is there already is left alone.
+    """Install packages that a lab needs beyond the runtime's image; skip those already there.
 
     Args:
-        requirements: as pip takes them, e.g. ``"torchax==0.0.13"``.
+        requirements: in pip's syntax, e.g. ``"torchax==0.0.13"``.
 
     Raises:
-        RuntimeError: pip failed, for example because a requirement wants another torch than the
+        RuntimeError: pip failed, for example because a requirement needs another torch than the
             runtime's; the message is pip's last line.
     """
     missing = [text for text in requirements if not _installed(Requirement(text))]
@@ -80,10 +80,10 @@ def _run(*command: str) -> None:
 
 
 class NotYet(Exception):
-    """An exercise is not solved yet; the message says what is missing."""
+    """Raised when an exercise is not solved yet; the message names what is missing."""
 
     def _render_traceback_(self) -> list[str]:
-        """What Jupyter and Colab show: one line, since a reader's mistake is no crash."""
+        """Return what Jupyter and Colab show: one line instead of a traceback."""
         return [f"Not yet: {self}"]
 
 
@@ -126,7 +126,7 @@ class checking:
 
 
 def rejects(check: str, names: dict) -> None:
-    """Run a check's source on an exercise that nobody has solved: it has to say what is missing.
+    """Run a check on an unsolved exercise, and assert that it rejects it.
 
     The tests put this after the empty exercise of each lesson.
 
@@ -146,7 +146,7 @@ def rejects(check: str, names: dict) -> None:
 
 
 def clicks(*panels: tuple[str, Sequence[str], str]) -> Picture:
-    """Draw what to click, from left to right.
+    """Draw menus with the entries to click, from left to right.
 
     Args:
         panels: for each menu or dialog its title, its entries from top to bottom, and the entry to

@@ -1,1 +1,1 @@
-"""Code of the labs, notebooks 10 to 13: one module each, beside the package and not part of it."""
+"""Code of labs 10 to 13: one package each, outside of the installed packages."""

@@ -50,7 +50,7 @@ def _leaky(logits: Tensor, p: Tensor, t: Tensor) -> Tensor:
 
 
 def _centre(p: Tensor) -> tuple[Tensor, Tensor]:
-    """Return unnormalised first moments (x, y), (B,) each, of maps (B, H, W), in shares of a side."""
+    """Return unnormalised first moments (x, y) of maps (B, H, W) as shares of a side, (B,) each."""
     height, width = p.shape[-2:]
     x = torch.arange(width, device=p.device, dtype=p.dtype) / width
     y = torch.arange(height, device=p.device, dtype=p.dtype) / height

@@ -1,4 +1,4 @@
-"""How far resizing by torchvision, PyTorch and this lab is from OpenCV, and what bfloat16 costs."""
+"""Compare torchvision's, PyTorch's and this lab's resizing with OpenCV's; bfloat16's error."""
 
 import functools
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ from .images import resize, weights
 
 
 def noise(size: int = 256) -> np.ndarray:
-    """The hardest frame to resize: independent grey levels, uint8 (size, size)."""
+    """Return the hardest frame to resize: independent grey levels, uint8 (size, size)."""
     return np.random.default_rng(0).integers(0, 256, (size, size), dtype=np.uint8)
 
 
 def resized(frame: np.ndarray, size: tuple[int, int]) -> dict[str, np.ndarray]:
-    """A frame resized in several ways without antialiasing, which OpenCV does not have.
+    """Resize a frame in several ways without antialiasing, which OpenCV does not have.
 
     torchvision computes bfloat16 images in float32 and rounds the result; PyTorch's own kernel,
     and :func:`resize`, compute in bfloat16.
@@ -48,7 +48,7 @@ def resized(frame: np.ndarray, size: tuple[int, int]) -> dict[str, np.ndarray]:
 
 
 def accuracy(frame: np.ndarray, size: tuple[int, int]) -> dict[str, dict[str, float]]:
-    """How far each way of :func:`resized` is from OpenCV: ``max``, ``median``, ``p99``.
+    """Return each way's deviation from OpenCV in :func:`resized`: ``max``, ``median``, ``p99``.
 
     In units of the frame: grey levels for one from 0 to 255.
     """
@@ -57,14 +57,14 @@ def accuracy(frame: np.ndarray, size: tuple[int, int]) -> dict[str, dict[str, fl
 
 
 def deviation(result: np.ndarray, right: np.ndarray) -> dict[str, float]:
-    """Of the absolute differences ``max``, ``median`` and ``p99``, their 99th percentile."""
+    """Return ``max``, ``median`` and ``p99`` (99th percentile) of the absolute differences."""
     away = np.abs(np.asarray(result, np.float64) - np.asarray(right, np.float64))
     p99 = float(np.percentile(away, 99))
     return {"max": float(away.max()), "median": float(np.median(away)), "p99": p99}
 
 
 def bfloat16_losses(frame: np.ndarray, size: tuple[int, int]) -> dict[str, dict[str, float]]:
-    """What bfloat16 costs :func:`resize`, rounding by rounding, against float32.
+    """Return bfloat16's error in :func:`resize`, rounding by rounding, against float32.
 
     Each line has the roundings of the lines before. The result of the first product is rounded to
     bfloat16 before the second takes it; products add up in float32.
@@ -91,7 +91,7 @@ def bfloat16_losses(frame: np.ndarray, size: tuple[int, int]) -> dict[str, dict[
 
 
 def table(rows: dict[str, dict[str, float]], title: str) -> str:
-    """Deviations as aligned lines."""
+    """Return deviations as aligned lines."""
     head = f"{title:<30}{'maximum':>12}{'median':>12}{'99th perc.':>12}"
     lines = [
         f"{way:<30}{row['max']:>12.3g}{row['median']:>12.3g}{row['p99']:>12.3g}"
@@ -101,7 +101,7 @@ def table(rows: dict[str, dict[str, float]], title: str) -> str:
 
 
 def difference_picture(frame: np.ndarray, size: tuple[int, int], ways: Sequence[str]) -> Picture:
-    """The resized frame, and where ways of :func:`resized` differ from OpenCV, grey levels."""
+    """Draw the resized frame, and each way's difference from OpenCV in grey levels."""
     results = resized(frame, size)
     figure = Picture(figsize=(3.0 * (1 + len(ways)), 3.1), dpi=90, layout="constrained")
     first, *others = figure.subplots(1, 1 + len(ways))

@@ -33,7 +33,7 @@ class Box:
 def box_of(
     mask: np.ndarray, padding: int = 0, min_size: int = 1, aspect: float | None = None
 ) -> Box:
-    """The box around all target pixels of a mask, on the host.
+    """Return the box around all target pixels of a mask, on the host.
 
     Padding comes first, then the minimum size, then the aspect ratio, which enlarges the side that
     is too short; the frame comes last: a box that sticks out is moved inside, and what is larger
@@ -70,7 +70,7 @@ def box_of(
 
 
 def _span(hit: np.ndarray, padding: int, min_size: int) -> tuple[int, int]:
-    """First pixel and length of what is hit along one axis, padded and enlarged."""
+    """Return first pixel and length of the target along one axis, padded and enlarged."""
     places = np.flatnonzero(hit)
     first, length = int(places[0]) - padding, int(places[-1] - places[0]) + 1 + 2 * padding
     more = max(min_size - length, 0)
@@ -83,13 +83,13 @@ def _inside(first: int, length: int, side: int) -> tuple[int, int]:
 
 
 def crop(images: Tensor, box: Box) -> Tensor:
-    """(B, C, H, W) → (B, C, box.height, box.width): a slice, so its shape depends on the box."""
+    """Crop by a slice: (B, C, H, W) → (B, C, box.height, box.width), a shape for each box."""
     rows = slice(box.top, box.top + box.height)
     return images[..., rows, box.left : box.left + box.width]
 
 
 def as_data(boxes: Sequence[Box]) -> Tensor:
-    """Boxes as float32 (B, 4) on the host: top, left, height, width in pixels."""
+    """Return boxes as float32 (B, 4) on the host: top, left, height, width in pixels."""
     return torch.tensor([[box.top, box.left, box.height, box.width] for box in boxes]).float()
 
 
@@ -125,7 +125,7 @@ def crop_resize(
 
 
 def weights(first: Tensor, length: Tensor, pixels: int, out: int, antialias: bool) -> Tensor:
-    """Weights of a frame's pixels in each pixel of a resized span: float32 (B, out, pixels).
+    """Return the weights of a frame's pixels in a resized span: float32 (B, out, pixels).
 
     A triangle around the place in the source where a result's pixel has its centre, one pixel wide
     to both sides, or with ``antialias`` as wide as the result's pixels are. What lies outside of
@@ -179,7 +179,7 @@ def gaussian_blur(images: Tensor, sigma: float = SIGMA) -> Tensor:
 
 
 def process(images: Tensor, boxes: Tensor) -> Tensor:
-    """The whole pipeline: crop, resize to :data:`SIZE`, blur; (B, C, H, W) → (B, C, *SIZE)."""
+    """Crop, resize to :data:`SIZE` and blur: (B, C, H, W) → (B, C, *SIZE)."""
     return gaussian_blur(crop_resize(images, boxes))
 
 
@@ -192,7 +192,7 @@ class Frames(NamedTuple):
 
 
 def frames(count: int, size: int = 128) -> Frames:
-    """Built-in scenes with a box around the targets of each, on the host."""
+    """Return built-in scenes with a box around the targets of each, on the host."""
     scenes = [render_scene(seed=0, index=index, size=size) for index in range(count)]
     images, masks = (torch.from_numpy(np.stack(part))[:, None] for part in zip(*scenes))
     boxes = [box_of(mask, padding=8, min_size=24, aspect=1.0) for _, mask in scenes]

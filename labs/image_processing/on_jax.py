@@ -1,4 +1,4 @@
-"""torchax: its environment mended for training, its calls timed, and MSHNet's step as jax's."""
+"""torchax: an environment fixed for training, timed calls, and MSHNet's step as a JAX function."""
 
 import functools
 import time
@@ -26,7 +26,7 @@ WARM_EPOCH, EPOCH = 5, 9  # of the loss: the phase after the warm-up
 
 @functools.cache
 def environment() -> Any:
-    """torchax's environment, with two operations of torchax 0.0.13 replaced for training.
+    """Return torchax's environment, with two operations of torchax 0.0.13 replaced for training.
 
     * ``F.batch_norm`` leaves the running statistics as they were, without a word.
     * ``Tensor.amax``: see :func:`_amax`.
@@ -39,7 +39,7 @@ def environment() -> Any:
 
 
 def _amax(x: jax.Array, dim: Sequence[int] | int, keepdim: bool = False) -> jax.Array:
-    """``x.amax(dim)`` with the gradient for one of the largest values, found by its place.
+    """Return ``x.amax(dim)`` with the gradient for one of the largest values, found by index.
 
     jax gives it to all values that equal the maximum, divided by their number. Where the compiler
     computes x twice, for the maximum and for the comparison, the two may differ by a rounding:
@@ -63,7 +63,7 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """``F.batch_norm`` of (B, C, H, W) with an affine map, written out."""
+    """Return ``F.batch_norm`` of (B, C, H, W) with an affine map, written out in PyTorch."""
     mean, variance = running_mean, running_var
     if training:
         variance, mean = torch.var_mean(x, (0, 2, 3), correction=0)
@@ -76,7 +76,7 @@ def _batch_norm(
 
 @functools.cache
 def _durations() -> Counter:
-    """Seconds that jax has spent since the first call, and how often, by its events' names."""
+    """Return seconds and counts of jax's events since the first call, by name."""
     spent: Counter = Counter()
 
     def note(event: str, seconds: float, **_: Any) -> None:
@@ -95,7 +95,7 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 def compilations() -> int:
-    """Programs that jax has compiled in this process since the first call."""
+    """Return the number of programs that jax compiled in this process since the first call."""
     return _durations()[f"{_COMPILED} count"]
 
 
@@ -108,7 +108,7 @@ class Run(NamedTuple):
 
 
 def timed_runs(function: Callable, *inputs: Any, runs: int = 5) -> list[Run]:
-    """Call a jitted function of torchax tensors several times, and wait for each result."""
+    """Call a jitted function of torchax tensors several times; wait for each result and time it."""
     spent, found = _durations(), []
     for _ in range(runs):
         before, started = spent.copy(), time.perf_counter()
@@ -120,7 +120,7 @@ def timed_runs(function: Callable, *inputs: Any, runs: int = 5) -> list[Run]:
 
 
 def runs_picture(runs: Sequence[Run]) -> Picture:
-    """A bar for each run, on a logarithmic scale, with its milliseconds."""
+    """Draw a bar for each run, on a logarithmic scale, with its milliseconds."""
     figure = Picture(figsize=(7, 2.8), dpi=90, layout="constrained")
     axis = figure.subplots()
     names = [f"run {number}" for number in range(1, len(runs) + 1)]
@@ -136,7 +136,7 @@ def runs_picture(runs: Sequence[Run]) -> Picture:
 
 
 class State(NamedTuple):
-    """What a training step changes: dicts of jax arrays by name. ``squares`` is Adagrad's sum."""
+    """The state of a training step: dicts of jax arrays by name. ``squares`` is Adagrad's sum."""
 
     parameters: dict
     buffers: dict
@@ -144,7 +144,7 @@ class State(NamedTuple):
 
 
 def initial_state(network: MSHNet) -> State:
-    """The network's parameters and buffers, copied to jax's default device."""
+    """Return the network's parameters and buffers, copied to jax's default device."""
 
     def copies(tensors: Any) -> dict:
         # A copy: jnp.asarray would share memory with the tensor that PyTorch goes on changing.
@@ -156,7 +156,7 @@ def initial_state(network: MSHNet) -> State:
 
 
 def training_step(network: MSHNet, learning_rate: float = 0.05) -> Callable:
-    """MSHNet's training step as one function of jax arrays: gradient, and update by Adagrad.
+    """Return MSHNet's training step as one function of jax arrays: gradient and Adagrad update.
 
     The forward pass, the loss and the update are PyTorch, the gradient is ``jax.value_and_grad``.
     The network lends its code; its own parameters and buffers stay as they are.
@@ -193,7 +193,7 @@ def training_step(network: MSHNet, learning_rate: float = 0.05) -> Callable:
 
 
 def stablehlo(step: Callable, cores: int, state: Any, *batch: Any) -> bytes:
-    """A function of jax arrays as StableHLO for a TPU: what ``aot.compile_program`` takes.
+    """Return a function of jax arrays as StableHLO for a TPU, the input of ``aot.compile_program``.
 
     Nothing is computed and no device is needed: the mesh is an abstract one.
 

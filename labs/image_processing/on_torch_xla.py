@@ -1,4 +1,4 @@
-"""The same under torch_xla, in a process of its own.
+"""The same operations under torch_xla, in a separate process.
 
 torch_xla and jax would both open the TPU, and it has one user at a time.
 """
@@ -22,7 +22,7 @@ from .network import narrow_network
 
 
 class UnderTorchXla(NamedTuple):
-    """What torch_xla's process answers.
+    """The results of torch_xla's process.
 
     Attributes:
         processed: of :func:`process`, float32 (B, 1, *SIZE).
@@ -71,7 +71,7 @@ def under_torch_xla(count: int = 5, size: int = 128) -> UnderTorchXla:
 
 
 def _answer(folder: Path, count: int, size: int) -> None:
-    """Leave ``arrays.npz`` and ``counts.json`` in the folder."""
+    """Write ``arrays.npz`` and ``counts.json`` to the folder."""
     images, _, boxes = frames(count, size)
 
     import torch_xla
@@ -100,7 +100,7 @@ def _answer(folder: Path, count: int, size: int) -> None:
 
 
 def _watched(function: Callable, images: Tensor, boxes: Sequence[Box]) -> dict:
-    """Call it on each image with its box, a step each, and report."""
+    """Call a function on each image with its box, a step each, and return the report."""
     import torch_xla
 
     from tpuscope import watch

@@ -29,7 +29,7 @@ DTYPES = ("float32", "mixed_bfloat16")  # by Keras's names
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer with a ReLU, as XLA was given it and as it compiled it.
+    """The HLO of a linear layer with a ReLU, before and after compilation.
 
     Attributes:
         before: HLO as text, before optimisation.
@@ -43,7 +43,7 @@ class Linear:
 
 
 def operations(text: str) -> Counter:
-    """How many operations of each kind the entry of an HLO text has; a fusion is one.
+    """Count the operations of each kind in an HLO text's entry; a fusion is one.
 
     What only names data (parameters, constants, tuples) is not counted.
     """
@@ -51,7 +51,7 @@ def operations(text: str) -> Counter:
 
 
 def fused(text: str) -> Counter:
-    """The operations inside the fusions of a compiled program."""
+    """Count the operations inside the fusions of a compiled program."""
     names = set(re.findall(r" fusion\(.*calls=%([\w.-]+)", text))
     bodies = re.findall(r"^%(\S+) (\(.*?^\})", text, re.M | re.S)
     inside = (operations(f"ENTRY %{name} {body}") for name, body in bodies if name in names)
@@ -59,7 +59,7 @@ def fused(text: str) -> Counter:
 
 
 def side_by_side(programs: dict[str, Counter]) -> str:
-    """Operations of several programs as a table, a column for each program."""
+    """Return the operations of several programs as a table, a column for each program."""
     kinds = sorted(set().union(*programs.values()))
     rows = [(kind, *(str(count[kind] or "–") for count in programs.values())) for kind in kinds]
     return columns([("", *programs), *rows], "<" + ">" * len(programs))
@@ -68,7 +68,7 @@ def side_by_side(programs: dict[str, Counter]) -> str:
 def torch_linears(
     x: np.ndarray, weight: np.ndarray, bias: np.ndarray, dtypes: Sequence[str]
 ) -> list[Linear]:
-    """The same as ``torch.nn.Linear`` on torch_xla, one for each dtype, in a process of its own.
+    """Return the HLO of ``torch.nn.Linear`` on torch_xla for each dtype, from a separate process.
 
     Arguments as in :func:`.keras_side.keras_linear`; ``"mixed_bfloat16"`` is ``torch.autocast``.
 
@@ -92,7 +92,7 @@ NUMBERS = (1.5, 1.75, 2.25)
 
 @dataclass(frozen=True)
 class Effort:
-    """What calls of a function took.
+    """Counts of a function's calls.
 
     Attributes:
         python: how often Python ran the function's body.
@@ -106,7 +106,7 @@ class Effort:
 
 
 def experiments(make: Callable, tensor: Callable) -> dict[str, tuple[Callable, list[tuple]]]:
-    """Name → the function, and the arguments of its three calls.
+    """Return name → the function, and the arguments of its three calls.
 
     Args:
         make: float32 from a shape. Each experiment has its own number of rows, so that none finds
@@ -140,12 +140,12 @@ LOOP = "a loop of 3 steps"
 
 
 def torch_experiments() -> dict[str, Effort]:
-    """The experiments on torch_xla, each call a step, in a process of its own; and a loop."""
+    """Run the experiments and a loop on torch_xla, each call a step, in a separate process."""
     return {name: Effort(**effort) for name, effort in _torch_side("experiments", {}).items()}
 
 
 def comparison(ours: dict[str, Effort], theirs: dict[str, Effort]) -> str:
-    """Both as a table: Python, compiled, launched, for TensorFlow and for torch_xla."""
+    """Return both as a table: Python, compiled, launched, for TensorFlow and for torch_xla."""
     head = [("", "TensorFlow", "", "", "torch_xla", "", ""), ("", *("Python", "XLA", "run") * 2)]
     rows = [
         (name, *(str(n) for e in (ours[name], theirs[name]) for n in vars(e).values()))

@@ -1,4 +1,4 @@
-"""A small GPT in Keras, and compiled functions that write with it."""
+"""A small GPT in Keras, and compiled functions that generate text with it."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ BATCH = 16
 
 
 def decoder(width: int = 32, heads: int = 2, blocks: int = 1, seed: int = 0) -> keras.Model:
-    """A small GPT: int32 (batch, length) → logits of the next character, float32 (batch, length,
+    """Return a small GPT: int32 (batch, length) → next character's logits, float32 (batch, length,
     CHARACTERS). Length is open, up to LONGEST.
 
     After Radford et al. 2019 (GPT-2): normalisation before attention and before the MLP, learned
@@ -36,7 +36,7 @@ def decoder(width: int = 32, heads: int = 2, blocks: int = 1, seed: int = 0) -> 
 
 
 def train(model: keras.Model, text: str = TEXT, epochs: int = 24, seed: int = 0) -> list[float]:
-    """Teach the model a text, character by character, with a compiled training step.
+    """Train the model on a text, character by character, with a compiled training step.
 
     Each epoch sees all windows of LONGEST characters, in batches of BATCH. A rest that does not
     fill a batch is left out, since its shape would be another program.
@@ -65,7 +65,7 @@ def train(model: keras.Model, text: str = TEXT, epochs: int = 24, seed: int = 0)
 
 
 def next_character(model: keras.Model) -> PolymorphicFunction:
-    """Compiled: a text, int32 (1, length) → the most probable next character, int32 ()."""
+    """Return a compiled function: text, int32 (1, length) → likeliest next character, int32 ()."""
 
     @tf.function(jit_compile=True)
     def following(tokens):
@@ -75,7 +75,7 @@ def next_character(model: keras.Model) -> PolymorphicFunction:
 
 
 def generator(model: keras.Model, new: int) -> PolymorphicFunction:
-    """Compiled: writes ``new`` characters behind a prompt, the most probable ones.
+    """Return a compiled function that appends the ``new`` most probable characters to a prompt.
 
     The loop over the characters is in the program, so a text takes one launch. It has no cache of
     keys and values: every character looks at the whole buffer again.

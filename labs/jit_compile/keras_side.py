@@ -12,7 +12,7 @@ from .programs import Programs
 
 
 def keras_linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, dtype: str) -> Linear:
-    """``relu(x @ weightᵀ + bias)`` as a Keras layer under ``jit_compile``.
+    """Return the HLO of ``relu(x @ weightᵀ + bias)`` as a Keras layer under ``jit_compile``.
 
     Args:
         x: float32 (batch, in).
@@ -30,7 +30,7 @@ def keras_linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, dtype: str
 
 
 def keras_experiments(programs: Programs) -> dict[str, Effort]:
-    """The experiments under ``jit_compile``, and a loop."""
+    """Run the experiments and a loop under ``jit_compile``."""
 
     def measured(function: Callable, arguments: list[tuple]) -> Effort:
         runs = Counter()

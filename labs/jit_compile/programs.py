@@ -1,4 +1,4 @@
-"""What TensorFlow traces and what XLA compiles, counted.
+"""Count what TensorFlow traces and what XLA compiles.
 
 TensorFlow counts its tracings (``experimental_get_tracing_count``), and not XLA's compilations. So
 those are counted by the files that XLA writes for each program (``--xla_dump_to``).
@@ -24,7 +24,7 @@ COLOURS = ("#ff453a", "#ff9f0a", "#0a84ff")
 
 
 def prepare() -> "Programs":
-    """Settings that TensorFlow reads when it is imported, or compiles for the first time.
+    """Set what TensorFlow reads at import and at its first compilation.
 
     Its start-up messages go, and XLA writes each program that it compiles into a folder. A second
     call changes nothing.
@@ -48,14 +48,14 @@ def prepare() -> "Programs":
 
 
 def dumping(flags: str, dumps: Path) -> str:
-    """XLA_FLAGS with another folder for the programs; the other flags stay."""
+    """Return XLA_FLAGS with another dump folder; the other flags stay."""
     others = [flag for flag in flags.split() if not flag.startswith(DUMP)]
     return " ".join([*others, f"{DUMP}={dumps}"])
 
 
 @dataclass(frozen=True)
 class Call:
-    """What a call gave, and what it took.
+    """A call's result, and its counts and time.
 
     Attributes:
         result: of the function.
@@ -71,7 +71,7 @@ class Call:
 
 
 class Programs:
-    """The programs that XLA has compiled in this process, by the files that it wrote for them.
+    """Counts programs that XLA compiled in this process, by its dump files.
 
     Args:
         folder: of ``--xla_dump_to``.
@@ -81,11 +81,11 @@ class Programs:
         self.folder = Path(folder)
 
     def count(self) -> int:
-        """Programs up to now."""
+        """Return the number of programs so far."""
         return sum(1 for _ in self.folder.glob("*.before_optimizations.txt"))
 
     def call(self, function: Callable, *arguments: Any) -> Call:
-        """Call a function; TensorFlow on a CPU returns when the result is there."""
+        """Call a function; on a CPU TensorFlow returns when the result is ready."""
         traced = (function, *arguments)
         before, traces = self.count(), _traces(traced)
         started = time.perf_counter()
@@ -94,32 +94,32 @@ class Programs:
         return Call(result, seconds, _traces(traced) - traces, self.count() - before)
 
     def calls(self, function: Callable, several: Iterable[tuple]) -> Call:
-        """Several calls with these arguments, added up; the result is the last one's."""
+        """Return the sum of several calls with these arguments; the result is the last one's."""
         calls = [self.call(function, *arguments) for arguments in several]
         sums = (sum(getattr(c, n) for c in calls) for n in ("seconds", "traced", "compiled"))
         return Call(calls[-1].result, *sums)
 
     def fastest(self, function: Callable, *arguments: Any, of: int = 20) -> Call:
-        """The fastest of several calls."""
+        """Return the fastest of several calls."""
         calls = [self.call(function, *arguments) for _ in range(of)]
         return min(calls, key=lambda call: call.seconds)
 
 
 def _traces(values: Sequence) -> int:
-    """Tracings up to now of the tf.functions among some values."""
+    """Return the tracings so far of the tf.functions among some values."""
     counts = (getattr(value, "experimental_get_tracing_count", None) for value in values)
     return sum(count() for count in counts if count)
 
 
 def table(rows: Sequence[tuple[str, Call]]) -> str:
-    """Calls as lines: what it was, traced, compiled, milliseconds."""
+    """Return calls as lines: name, traced, compiled, milliseconds."""
     head = ("", "traced", "compiled", "ms")
     body = [(n, str(c.traced), str(c.compiled), f"{1e3 * c.seconds:.1f}") for n, c in rows]
     return columns([head, *body], "<>>>")
 
 
 def bars(ways: dict[str, Sequence[Call]], groups: Sequence[str]) -> Picture:
-    """Milliseconds of calls as bars: a colour for each way, a group for each of its calls."""
+    """Draw milliseconds of calls as bars: a colour for each way, a group for each of its calls."""
     figure = Picture(figsize=(7.5, 2.8), layout="constrained")
     axis = figure.subplots()
     width = 0.8 / len(ways)

@@ -18,7 +18,7 @@ waits for the compiler. The second finds the program, and so does the third.
 
 
 def up_to(number: int, multiple: int) -> int:
-    """The next multiple, or the number itself if it is one.
+    """Round up to the next multiple.
 
     Raises:
         RequestError: the multiple is not positive.
@@ -29,7 +29,7 @@ def up_to(number: int, multiple: int) -> int:
 
 
 def encode(text: str) -> np.ndarray:
-    """Characters of a text as token numbers: int32 (length,).
+    """Return the characters of a text as token ids: int32 (length,).
 
     Raises:
         RequestError: the text is empty, or has a character that is not ASCII.
@@ -44,7 +44,7 @@ def encode(text: str) -> np.ndarray:
 
 
 def room(length: int, new: int, multiple: int = 1) -> int:
-    """Length of a buffer: the prompt's, padded to a multiple, and that of the new characters.
+    """Return a buffer's length: the prompt, padded to a multiple, and the new characters.
 
     Raises:
         RequestError: nothing new, or more than the generator can see.
@@ -61,7 +61,7 @@ def room(length: int, new: int, multiple: int = 1) -> int:
 
 
 def buffer(text: str, new: int, multiple: int = 1) -> tuple[np.ndarray, int]:
-    """A prompt with room behind it: int32 (1, :func:`room`), and the prompt's length.
+    """Return a prompt with room behind it, int32 (1, :func:`room`), and the prompt's length.
 
     What is not written yet is 0; causal attention never looks there.
     """
@@ -72,5 +72,5 @@ def buffer(text: str, new: int, multiple: int = 1) -> tuple[np.ndarray, int]:
 
 
 def decode(tokens: np.ndarray) -> str:
-    """The text of token numbers."""
+    """Return the text of token ids."""
     return "".join(map(chr, tokens))

@@ -1,4 +1,4 @@
-"""torch_xla's half of the comparison, in a process of its own: JSON in, JSON out."""
+"""torch_xla's half of the comparison, in a separate process: JSON in, JSON out."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from .compare import LOOP, Effort, experiments
 
 
 def linears(given: dict) -> list[dict]:
-    """``torch.relu(F.linear(x, weight, bias))`` for each of ``dtypes``: before, after, result."""
+    """Return HLO before and after, and result, of ``relu(linear(x))`` for each of ``dtypes``."""
     device = torch_xla.device()
     tensors = [torch.tensor(given[name]).to(device) for name in ("x", "weight", "bias")]
 
@@ -33,7 +33,7 @@ def linears(given: dict) -> list[dict]:
 
 
 def torch_experiments(_: dict) -> dict:
-    """The experiments, each call a step that ends in a sync, and a loop; efforts as dicts."""
+    """Run the experiments, each call a step that ends in a sync, and a loop; return counts."""
     device = torch_xla.device()
 
     def measured(function: Callable, arguments: list[tuple]) -> dict:

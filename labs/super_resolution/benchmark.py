@@ -1,4 +1,4 @@
-"""A GAN step and a frame on every device that is here, as ratios to eager PyTorch on the CPU.
+"""Time a GAN step and a frame on every device here, as ratios to eager PyTorch on the CPU.
 
 Each device is tried in a process of its own: which one XLA opens is settled once a process. Whoever
 holds a TPU must let go of it first. The step is the whole of it: both networks, both updates. Its
@@ -53,7 +53,7 @@ def run(overrides: dict, steps: int = 5) -> list[dict]:
 
 
 def absent(place: str) -> str | None:
-    """Why a device cannot be measured here, or None."""
+    """Return the reason why a device cannot be measured here, or None."""
     if place == "cuda, eager":
         return None if torch.cuda.is_available() else "PyTorch finds no CUDA GPU"
     if place != BASE and not runtime.installed():
@@ -82,7 +82,7 @@ def _in_a_process(place: str, overrides: dict, steps: int) -> dict:
 
 
 def measure(overrides: dict, steps: int) -> dict:
-    """In this process.
+    """Measure in this process.
 
     Returns:
         ``label`` of the device; ``first_seconds`` of the first two steps together, ``step_seconds``
@@ -125,7 +125,7 @@ def measure(overrides: dict, steps: int) -> dict:
 
 
 def table(results: list[dict]) -> str:
-    """For people: a line for each device, as ratios to the first."""
+    """Return a text table: a line for each device, as ratios to the first."""
     base = next((r for r in results if r["place"] == BASE and "step_seconds" in r), None)
     lines = [f"{'':<13}{'step':>9}{'speed':>8}{'frame':>10}{'speed':>8}{'first two steps':>18}"]
     for r in results:

@@ -26,7 +26,7 @@ TOLERANCE = 0.02
 
 
 class Row(NamedTuple):
-    """One thing that was tried: its name, whether it works, and what was seen."""
+    """One check: its name, whether it works, and the finding."""
 
     name: str
     fine: bool
@@ -34,7 +34,7 @@ class Row(NamedTuple):
 
 
 def check(device: str = "auto") -> list[Row]:
-    """Try everything that the lab uses, in order; what fails ends what depends on it.
+    """Try everything that the lab uses, in order; skip checks that depend on a failed one.
 
     Args:
         device: as of the training.
@@ -55,7 +55,7 @@ def check(device: str = "auto") -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    """For people: a line for each row."""
+    """Return a text table: a line for each row."""
     lines = [f"{'ok  ' if row.fine else 'FAIL'}  {row.name:<18}{row.text}" for row in rows]
     failed = sum(not row.fine for row in rows)
     return "\n".join([*lines, f"{failed} failed" if failed else "everything works here"])
@@ -69,7 +69,7 @@ def _package(name: str, optional: str = "") -> Row:
 
 
 def _operations() -> dict[str, Callable[[Tensor], Tensor]]:
-    """What the networks are made of: from (2, 4, 8, 8) to a tensor."""
+    """Return the operations of the networks: functions from (2, 4, 8, 8) to a tensor."""
     kernel = torch.linspace(-1, 1, 36).view(4, 1, 3, 3)
     slope = torch.full((4,), 0.25)
     bicubic = Bicubic(2)
@@ -85,7 +85,7 @@ def _operations() -> dict[str, Callable[[Tensor], Tensor]]:
 
 
 def _operation(name: str, function: Callable[[Tensor], Tensor], backend: Backend) -> Row:
-    """Forward and backward, compared with the host's."""
+    """Compare forward and backward with the host's."""
     values = torch.linspace(-2, 2, 512).view(2, 4, 8, 8)
     try:
         here = _forward_and_gradient(function, values.clone())

@@ -72,7 +72,7 @@ _FRAMES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; the exit code."""
+    """Run a command; return the exit code."""
     return run(_parser(), argv)
 
 
@@ -139,9 +139,9 @@ def _parser() -> argparse.ArgumentParser:
         default = fields[name].default
         help_text = f"{text} (default: {default or 'all'})"
         find.add_argument(f"--{flag}", type=int, default=default, metavar="N", help=help_text)
-    anew = f"detectors to train anew, of {', '.join(detect.WAYS)} (default: %(default)s)"
+    retrained = f"detectors to retrain, of {', '.join(detect.WAYS)} (default: %(default)s)"
     find.add_argument(
-        "--train-on", default=",".join(detect.TRAINED_ON), metavar="WAY,WAY", help=anew
+        "--train-on", default=",".join(detect.TRAINED_ON), metavar="WAY,WAY", help=retrained
     )
     find.add_argument("--seeds", type=int, default=1, metavar="N", help="how many (default: 1)")
     _add(find, {"seed": "the first one"})
@@ -163,7 +163,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add(parser: argparse.ArgumentParser, flags: dict[str, str]) -> None:
-    """Flags for fields of Settings; absent if not given, so that a resumed run's value holds."""
+    """Add flags for fields of Settings, without defaults, so that a resumed run's values hold."""
     for name, text in flags.items():
         default = Settings.__dataclass_fields__[name].default
         parser.add_argument(
@@ -236,7 +236,7 @@ def _upscale(args: argparse.Namespace) -> int:
 
 
 def _whole(frame, scale: int, path: Path):
-    """Cut to multiples of the scale."""
+    """Crop to multiples of the scale."""
     rows, columns = (side // scale * scale for side in frame.shape)
     if min(rows, columns) < 7 * scale:  # scikit-image's SSIM has windows of 7 pixels
         raise RequestError(f"{path} is too small to be shrunk by {scale} and compared")

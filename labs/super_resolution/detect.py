@@ -12,10 +12,10 @@ content   enlarged by the generator after its first phase, pixels alone
 srgan     enlarged by the generator after the GAN
 ========= ====================================================================================
 
-All are scored on the full-size masks, so that 3 pixels are 3 pixels for everyone. A detector is
+All are scored on the full-size masks, so that 3 pixels mean the same for all. A detector is
 trained on *full* and then shown the enlarged frames, which is what one has who buys a coarser
 camera and keeps the weights; and detectors are trained on *low*, *bicubic* and *srgan* frames,
-which is what one has who trains anew. Same network, same augmentation, same number of steps. Only
+which is the case of a retrained detector. Same network, augmentation and number of steps. Only
 the first head is trained (the official recipe's warm-up), and the scores are means over the last
 :data:`SCORED` epochs: no epoch is chosen on the test split.
 
@@ -50,8 +50,8 @@ detectors were not trained. So this is one seed, and a difference of a few point
 What it says: the resolution matters most, 11 points of IoU between full frames and the best of the
 enlarged ones. A detector that was trained on full frames finds some more targets in the generator's
 frames than in bicubic ones (94 against 90 %), with half as many false alarms again and the same
-IoU: a shift along its curve rather than a gain. Trained anew on bicubic frames a detector finds as
-many, with fewer false alarms; trained anew on SRGAN frames one finds 1.5 points more (1.6 targets
+IoU: a shift along its curve rather than a gain. Retrained on bicubic frames, a detector finds as
+many, with fewer false alarms; retrained on SRGAN frames it finds 1.5 points more (1.6 targets
 of 106, in the mean), with more false alarms and less IoU. The generators were 1.1 dB better than
 bicubic in PSNR (46.4 to 47.5 dB, two seeds), so a better PSNR is no such answer.
 """
@@ -122,7 +122,7 @@ class Experiment:
 
 
 class Seen(nn.Module):
-    """From full frames to what the network gets: shrunk, enlarged in some way, normalised.
+    """Preprocessing of full frames: shrunk, enlarged in some way, normalised.
 
     Args:
         way: one of :data:`WAYS`.
@@ -159,7 +159,7 @@ class Enlarged(nn.Module):
         self.bicubic = Bicubic(scale)
 
     def forward(self, frames: Tensor, full: bool) -> tuple[list[Tensor], Tensor]:
-        """As of MSHNet; of the heads only the finest."""
+        """Return the same as MSHNet, with the finest head only."""
         scales, fused = self.detector(frames, full)
         return [self.bicubic(logits) for logits in scales[:1]], self.bicubic(fused)
 
@@ -167,7 +167,7 @@ class Enlarged(nn.Module):
 def train_detector(
     experiment: Experiment, seen: Seen, pairs: data.Pairs, backend: Backend, seed: int
 ) -> Iterator[nn.Module]:
-    """Train a narrow MSHNet on frames as they are seen; it comes after each of the last epochs."""
+    """Train a narrow MSHNet on preprocessed frames; yield it after each of the last epochs."""
     size, batch_size = experiment.sr.size, experiment.batch_size
     torch.manual_seed(seed)
     model: nn.Module = MSHNet(widths=experiment.widths, depths=(1, 1, 1, 1, 1))
@@ -194,7 +194,7 @@ def train_detector(
 def score(
     experiment: Experiment, model: nn.Module, seen: Seen, pairs: data.Pairs, backend: Backend
 ) -> dict[str, float]:
-    """``iou``, ``niou``, ``pd`` and ``fa`` on full-size masks, corrected definition."""
+    """Return ``iou``, ``niou``, ``pd`` and ``fa`` on full-size masks, corrected definition."""
     backend.move(seen)
     seen.eval()
     dataset = EvaluationSet(pairs, experiment.sr.size)
@@ -207,7 +207,7 @@ def score(
 def run_seed(
     experiment: Experiment, backend: Backend, folder: Path, seed: int, log=print
 ) -> list[dict]:
-    """Everything for one seed: a row for each detector and way, and one for each way's PSNR."""
+    """Run one seed: return a row for each detector and way, and one for each way's PSNR."""
     sr = replace(experiment.sr, seed=seed)
     train = data.pairs(sr.dataset_dir, "train", sr.size, experiment.train)
     test = data.pairs(sr.dataset_dir, "test", sr.size, experiment.test)
@@ -235,7 +235,7 @@ def run_seed(
 def _generators(
     sr: Settings, folder: Path, backend: Backend, train: data.Pairs
 ) -> dict[str, nn.Module]:
-    """After the first phase and after the GAN, on the host; trained if the folder has none.
+    """Return the generators after the first phase and after the GAN, on the host; train if missing.
 
     Raises:
         RequestError: the folder has some of other settings.
@@ -254,7 +254,7 @@ def _generators(
 def run(
     experiment: Experiment, backend: Backend, folder: Path, seeds: int, log=print
 ) -> list[dict]:
-    """So many seeds from the settings' on; ``detect.jsonl`` in the folder grows with each.
+    """Run ``seeds`` seeds from the settings' on; append each to ``detect.jsonl`` in the folder.
 
     Seeds that it holds are not repeated; all of its rows are returned.
     """
@@ -272,7 +272,7 @@ def run(
 
 
 def _claim(card: Path, experiment: Experiment) -> None:
-    """Write down what the folder's results are of.
+    """Record the settings that the folder's results belong to.
 
     Raises:
         RequestError: it holds those of something else.
@@ -290,7 +290,7 @@ def _claim(card: Path, experiment: Experiment) -> None:
 
 
 def line(row: dict) -> str:
-    """One row for people."""
+    """Return one row as text."""
     return (
         f"seed {row['seed']}  trained on {row['trained']:<8} shown {row['shown']:<8} "
         f"IoU {100 * row['iou']:5.2f}  Pd {100 * row['pd']:6.2f}  Fa {1e6 * row['fa']:7.1f}e-6"
@@ -298,7 +298,7 @@ def line(row: dict) -> str:
 
 
 def table(rows: Sequence[dict]) -> str:
-    """Means over the seeds, with the smallest and the largest value."""
+    """Return the means over the seeds, with the smallest and the largest value."""
     found = [row for row in rows if "iou" in row]
     psnr = {row["shown"]: [] for row in rows if "psnr" in row}
     for row in rows:

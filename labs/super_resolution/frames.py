@@ -17,13 +17,13 @@ TEST_START = 1_000_000  # index of the first built-in test scene, as in mshnet.d
 
 
 class Pairs(list):
-    """Frames and masks of 0 and 1, uint8 (H, W) each, as the project's data sets take them."""
+    """Frames and masks of 0 and 1, uint8 (H, W) each, in the data sets' form."""
 
     channels = 1
 
 
 def pairs(dataset_dir: str | None, split: str, size: int, count: int | None = None) -> Pairs:
-    """Frames and masks of a split, size × size.
+    """Return frames and masks of a split, size × size.
 
     Args:
         dataset_dir: folder in the project's layout; None renders built-in scenes.
@@ -46,7 +46,7 @@ def pairs(dataset_dir: str | None, split: str, size: int, count: int | None = No
 
 
 def shrink(frames: Tensor, scale: int) -> Tensor:
-    """Frames of a sensor with pixels s times as wide: (B, 1, H, W) → (B, 1, H/s, W/s).
+    """Simulate a sensor with s times wider pixels: (B, 1, H, W) → (B, 1, H/s, W/s).
 
     Each pixel is the mean of s × s and is rounded to 8 bits again: a detector integrates over its
     area. (The paper shrinks photographs by bicubic interpolation.) Float32 in 0..1, both.
@@ -55,7 +55,7 @@ def shrink(frames: Tensor, scale: int) -> Tensor:
 
 
 def shrunk(frame: np.ndarray, scale: int) -> np.ndarray:
-    """:func:`shrink` for one frame on the host, uint8 (H, W); the rest of a division is cut off."""
+    """Apply :func:`shrink` to one frame on the host, uint8 (H, W); crop to a multiple of s."""
     rows, columns = (side // scale for side in frame.shape)
     whole = frame[: rows * scale, : columns * scale].astype(np.float32)
     return np.rint(whole.reshape(rows, scale, columns, scale).mean((1, 3))).astype(np.uint8)
@@ -70,7 +70,7 @@ class Crops(Dataset):
         self.seed = seed
 
     def __getitem__(self, key: tuple[int, int]) -> Tensor:
-        """uint8 (1, size, size), flipped and turned at random."""
+        """Return a crop, uint8 (1, size, size), flipped and rotated at random."""
         rng = np.random.default_rng([self.seed, *key])
         frame = self.frames[rng.integers(len(self.frames))]
         top, left = (rng.integers(side - self.size + 1) for side in frame.shape)
@@ -80,7 +80,7 @@ class Crops(Dataset):
 
 
 class Steps(Sampler):
-    """Keys of one batch a step, of the part that this process loads."""
+    """Sample keys of each step's batch, for this process's shard."""
 
     def __init__(self, start: int, stop: int, batch_size: int, part: DataShard):
         self.steps = range(start, stop)
@@ -98,7 +98,7 @@ class Steps(Sampler):
 def crop_loader(
     crops: Crops, start: int, stop: int, batch_size: int, part: DataShard = WHOLE_BATCH
 ) -> DataLoader:
-    """Batches of steps ``start`` to ``stop``: lists of one tensor, uint8 (B, 1, size, size)."""
+    """Load steps ``start`` to ``stop``: lists of one tensor, uint8 (B, 1, size, size)."""
     return DataLoader(
         crops, batch_sampler=Steps(start, stop, batch_size, part), collate_fn=_collate
     )

@@ -1,4 +1,4 @@
-"""What the two networks are trained for (SRGAN, arXiv 1609.04802, section 2.2).
+"""Losses of the two networks (SRGAN, arXiv 1609.04802, section 2.2).
 
 **Perceptual loss without downloaded weights.** The paper compares the maps of a VGG network trained
 on ImageNet. Here the default is :class:`FixedFeatures`: the same kind of network with random
@@ -108,12 +108,12 @@ class VggFeatures(nn.Module):
 
 
 def features(vgg: str | Path | None) -> nn.Module:
-    """VGG's from a file, or the fixed ones."""
+    """Return VGG's features from a file, or the fixed ones."""
     return VggFeatures(vgg) if vgg else FixedFeatures()
 
 
 def perceptual_loss(network: nn.Module, made: Tensor, real: Tensor) -> Tensor:
-    """Mean absolute difference of the maps, averaged over the scales (equation 5).
+    """Return the mean absolute difference of the maps, averaged over the scales (equation 5).
 
     The paper squares; absolute differences need no other weight for other features.
     """
@@ -124,10 +124,10 @@ def perceptual_loss(network: nn.Module, made: Tensor, real: Tensor) -> Tensor:
 
 
 def adversarial_loss(logits: Tensor) -> Tensor:
-    """The generator's: -log D(G(low)), mean over patches (equation 6)."""
+    """Return the generator's loss: -log D(G(low)), mean over patches (equation 6)."""
     return F.softplus(-logits).mean()
 
 
 def discriminator_loss(real: Tensor, made: Tensor) -> Tensor:
-    """Cross-entropy of both answers, from logits (equation 2)."""
+    """Return the discriminator's cross-entropy, from logits (equation 2)."""
     return F.softplus(-real).mean() + F.softplus(made).mean()

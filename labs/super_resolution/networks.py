@@ -43,7 +43,7 @@ class Bicubic(nn.Module):
 
 
 def _bicubic_taps(scale: int) -> Tensor:
-    """What each of 5×5 neighbours contributes to s·s new pixels, (s·s, 1, 5, 5).
+    """Return the weights of 5×5 neighbours in s·s new pixels, (s·s, 1, 5, 5).
 
     Read off PyTorch's interpolation of images that are 1 in one pixel and 0 elsewhere, far from
     the border.

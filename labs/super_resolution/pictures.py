@@ -20,7 +20,7 @@ COLOURS = {
 
 
 def curves(records: Sequence[dict], path: Path | None = None) -> Picture:
-    """Losses over steps: pixel and perceptual, the game, and what the discriminator answers.
+    """Draw losses over steps: pixel and perceptual, adversarial, and the discriminator's output.
 
     Args:
         records: of :class:`.training.Run`.
@@ -53,7 +53,7 @@ def curves(records: Sequence[dict], path: Path | None = None) -> Picture:
 def comparison(
     versions: dict[str, np.ndarray], mask: np.ndarray, zoom: int = 8, path: Path | None = None
 ) -> Picture:
-    """A column for each version of one frame: all of it, and a zoom on its largest target.
+    """Draw a column for each version of a frame: the whole, and a zoom on its largest target.
 
     Args:
         versions: by title, uint8 (H, W); low resolution is drawn as large as the others.
@@ -88,7 +88,7 @@ def comparison(
 
 
 def _largest(mask: np.ndarray) -> tuple[float, float]:
-    """Centre (y, x) of the largest region."""
+    """Return the centre (y, x) of the largest region."""
     regions, count = label(mask != 0)
     if not count:
         raise ValueError("the mask has no target to zoom on; choose another frame")

@@ -1,4 +1,4 @@
-"""How near an enlarged frame is to the true one: PSNR and SSIM, against bicubic and nearest."""
+"""Compare enlarged frames with the true ones: PSNR and SSIM, against bicubic and nearest."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,19 +13,19 @@ Method = Callable[[np.ndarray], np.ndarray]  # uint8 (H, W) → uint8 (s·H, s·
 
 
 def nearest(frame: np.ndarray, scale: int) -> np.ndarray:
-    """Each pixel s × s times, uint8."""
+    """Repeat each pixel s × s times, uint8."""
     return frame.repeat(scale, 0).repeat(scale, 1)
 
 
 def bicubic(frame: np.ndarray, scale: int) -> np.ndarray:
-    """PyTorch's bicubic interpolation (a = -0.75, no aligned corners), uint8."""
+    """Enlarge by PyTorch's bicubic interpolation (a = -0.75, no aligned corners), uint8."""
     pixels = torch.from_numpy(frame.astype(np.float32))[None, None]
     large = F.interpolate(pixels, scale_factor=scale, mode="bicubic", align_corners=False)
     return np.rint(large[0, 0].numpy().clip(0, 255)).astype(np.uint8)
 
 
 def compare(frames: Sequence[np.ndarray], scale: int, **methods: Method) -> dict[str, dict]:
-    """Shrink frames, enlarge them again in several ways, and compare with what they were.
+    """Shrink frames, enlarge them again in several ways, and compare with the originals.
 
     Args:
         frames: uint8 (H, W), sides multiples of the scale.
@@ -71,7 +71,7 @@ def _summary(values: np.ndarray, base: np.ndarray) -> dict[str, float]:
 
 
 def table(scores: dict[str, dict]) -> str:
-    """For people: a line for each method."""
+    """Return a text table: a line for each method."""
     lines = ["method         PSNR dB    SSIM   against bicubic      better on"]
     for name, s in scores.items():
         gain = f"{s['psnr_gain']:+.2f} ± {s['psnr_error']:.2f} dB" if name != "bicubic" else ""

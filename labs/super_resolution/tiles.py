@@ -26,7 +26,7 @@ Enlarge = Callable[[Tensor], Tensor]  # float32 (B, 1, T, T) → (B, 1, s·T, s�
 
 @dataclass(frozen=True)
 class Tiling:
-    """How frames are cut; lengths in pixels of low resolution.
+    """Geometry of the tiles; lengths in pixels of low resolution.
 
     Attributes:
         tile: side of a tile.
@@ -55,16 +55,16 @@ class Tiling:
 
     @property
     def stride(self) -> int:
-        """From one tile to the next."""
+        """Distance from one tile to the next, pixels."""
         return self.tile - 2 * self.margin - self.blend
 
     def count(self, length: int) -> int:
-        """Tiles along an axis."""
+        """Return the number of tiles along an axis."""
         return max(1, -(-(length - self.blend) // self.stride))
 
 
 def upscale(frame: np.ndarray, enlarge: Enlarge, scale: int, tiling: Tiling) -> np.ndarray:
-    """A whole frame, any size from 1×1: float32 (H, W) → (s·H, s·W).
+    """Enlarge a whole frame of any size from 1×1: float32 (H, W) → (s·H, s·W).
 
     Args:
         frame: in the generator's units.
@@ -93,7 +93,7 @@ def upscale(frame: np.ndarray, enlarge: Enlarge, scale: int, tiling: Tiling) -> 
 def _enlarged(
     padded: np.ndarray, corners: list[tuple[int, int]], enlarge: Enlarge, tiling: Tiling
 ) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Corner and enlarged tile, for all corners."""
+    """Yield corner and enlarged tile, for all corners."""
     t = tiling.tile
     for first in range(0, len(corners), tiling.batch):
         some = corners[first : first + tiling.batch]
@@ -106,7 +106,7 @@ def _enlarged(
 
 
 def _window(tiling: Tiling, scale: int) -> np.ndarray:
-    """How much a tile's pixels count, float32 (s·T, s·T): 0 in the margin, then rising to 1."""
+    """Return a tile's blending weights, float32 (s·T, s·T): 0 in the margin, then rising to 1."""
     rise = (np.arange(tiling.blend * scale) + 0.5) / max(1, tiling.blend * scale)
     flat = np.ones((tiling.tile - 2 * tiling.margin - 2 * tiling.blend) * scale)
     zero = np.zeros(tiling.margin * scale)

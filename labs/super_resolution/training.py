@@ -1,4 +1,4 @@
-"""Settings, the two steps, and the run: first the pixels alone, then the game of both networks.
+"""Settings, the two steps, and the run: first the pixel loss alone, then adversarial training.
 
 As the paper does, the generator is trained alone first (``content_steps``), and the GAN starts from
 there. Each phase is one XLA program: in the second one both networks' forward and backward passes
@@ -98,7 +98,7 @@ class Settings:
     save_dir: str = "weight/super-resolution"
 
     def __post_init__(self):
-        """Refuse what cannot work.
+        """Raise RequestError for values that cannot work.
 
         Raises:
             RequestError: names the flag, its value and a value that would do.
@@ -132,18 +132,18 @@ class Settings:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Settings":
-        """From plain values; keys that this version does not know are ignored."""
+        """Return settings from plain values; ignore keys that this version does not know."""
         known = {field.name for field in dataclasses.fields(cls)}
         return cls(**{key: value for key, value in values.items() if key in known})
 
 
 def scaled_rate(lr: float, batch_size: int) -> float:
-    """The learning rate for a batch, in proportion to it: ``lr`` is for 16."""
+    """Return the learning rate for a batch, proportional to it: ``lr`` is for 16."""
     return lr * batch_size / BATCH
 
 
 def open_backend(device: str = "auto", tpu_cores: int = 1) -> Backend:
-    """The project's backend for a device.
+    """Return the project's backend for a device.
 
     Raises:
         RequestError: it is not there, or has fewer cores.
@@ -192,13 +192,13 @@ class Gan:
         return Adam(network.parameters(), lr=self.rate, capturable=on_xla)
 
     def state(self) -> dict:
-        """What a checkpoint holds of it; tensors on the device."""
+        """Return the state for a checkpoint; tensors on the device."""
         weights = {name: network.state_dict() for name, network in self.networks.items()}
         moments = {name: one.state_dict()["state"] for name, one in self.optimizers.items()}
         return weights | {"optimizers": moments}
 
     def content_step(self, high: Tensor, sums: Tensor) -> tuple[Tensor]:
-        """The generator alone: pixel loss.
+        """Update the generator alone, by the pixel loss.
 
         Args:
             high: crops, uint8 (B, 1, S, S), on the device.
@@ -215,7 +215,7 @@ class Gan:
         return self._added(sums, pixel)
 
     def gan_step(self, high: Tensor, sums: Tensor) -> tuple[Tensor]:
-        """One update of the discriminator, then one of the generator, in one program.
+        """Update the discriminator, then the generator, in one program.
 
         Arguments and result as of :meth:`content_step`.
         """
@@ -239,7 +239,7 @@ class Gan:
         return self._added(sums, pixel, perceptual, adversarial, of_discriminator, *judged)
 
     def compiled_steps(self) -> tuple[Callable, Callable]:
-        """Both steps, each compiled once (``Backend.compile_step``)."""
+        """Return both steps, each compiled once (``Backend.compile_step``)."""
         state = [*self.features.parameters(), *self.features.buffers()]
         for name, network in self.networks.items():
             state += [*network.parameters(), *network.buffers()]
@@ -259,7 +259,7 @@ class Gan:
 
 
 def _adam_state(network: nn.Module, make: Callable, moments: dict | None) -> dict:
-    """Adam's state on the host, before its first step or to go on from.
+    """Return Adam's state on the host, for its first step or to resume from.
 
     Adam makes its sums in the first step. There they would be zeros of the first graph and data of
     the second: one more compilation. The count has a dimension for the same reason.
@@ -277,12 +277,12 @@ def _adam_state(network: nn.Module, make: Callable, moments: dict | None) -> dic
 
 
 def generator_of(settings: Settings) -> Generator:
-    """An untrained generator of a run's shape."""
+    """Return an untrained generator of a run's shape."""
     return Generator(settings.scale, settings.width, settings.blocks, settings.expansion)
 
 
 def load_generator(path: str | Path) -> tuple[Generator, Settings]:
-    """A generator with its weights, on the host in evaluation mode, and its run's settings.
+    """Return a trained generator, on the host in evaluation mode, and its run's settings.
 
     Args:
         path: ``generator.pkl``, a ``checkpoint.pkl``, or a run's folder.
@@ -341,7 +341,7 @@ class Run:
         self._crops = data.Crops(list(frames), settings.crop, settings.seed)
 
     def fit(self) -> list[dict]:
-        """Train the steps that are left, or until the session ends; the records."""
+        """Train the remaining steps, or until the session ends; return the records."""
         settings, backend = self.settings, self.backend
         content, adversarial = self.gan.compiled_steps()
         loader = data.crop_loader(
@@ -372,7 +372,7 @@ class Run:
         return self.records
 
     def _log(self) -> dict[str, str]:
-        """Read the sums: the one place where the host waits for the device."""
+        """Read and log the sums: the only place where the host waits for the device."""
         means = (self._sums.cpu() / self._summed).tolist()
         took = time.perf_counter() - self._began
         gan = self.step > self.settings.content_steps
@@ -405,7 +405,7 @@ class Run:
 
 
 def resumed(overrides: dict, run: str | Path | None) -> tuple[Settings, dict | None]:
-    """Settings of a request, and the checkpoint to continue from.
+    """Return the settings of a request, and the checkpoint to resume from.
 
     Args:
         overrides: settings by name.
@@ -430,7 +430,7 @@ def resumed(overrides: dict, run: str | Path | None) -> tuple[Settings, dict | N
 def train(
     overrides: dict, resume: str | Path | None = None, log: Log = print, stop=lambda: None
 ) -> Run:
-    """Train from settings, and save; the finished (or stopped) run.
+    """Train and save; return the finished (or stopped) run.
 
     Args:
         overrides: settings by the field names of :class:`Settings`.

@@ -1,4 +1,4 @@
-"""Text generation on XLA with shapes that grow, that are padded, and that stay (lab 12).
+"""Text generation on XLA with growing, padded and static shapes (lab 12).
 
 * :mod:`decoder`: a small Llama of transformers over bytes, trained on a text of ours;
 * :mod:`ways`: three ways to generate, one loop for all of them;

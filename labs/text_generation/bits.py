@@ -1,4 +1,4 @@
-"""Weights of 8 bits, and what torch_xla does with such types today."""
+"""8-bit weights, and torch_xla's support of such types."""
 
 import copy
 import warnings
@@ -18,7 +18,7 @@ FP8 = torch.float8_e4m3fn
 
 
 class Quantised(nn.Module):
-    """A linear layer with weights of 8 bits, which become the input's type inside the program.
+    """A linear layer with 8-bit weights, converted to the input's type inside the program.
 
     Each output has a scale of its own: weight ≈ stored × scale.
 
@@ -41,7 +41,7 @@ class Quantised(nn.Module):
 
 
 def quantise(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Fewer bits for each number, and a scale for each row.
+    """Quantise to fewer bits, with a scale for each row.
 
     Args:
         weight: float (outputs, inputs).
@@ -58,7 +58,7 @@ def quantise(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def quantised(model: PreTrainedModel, dtype: torch.dtype = torch.int8) -> PreTrainedModel:
-    """A copy of a model on the host, with all linear layers of its blocks in 8 bits."""
+    """Return a copy of a model on the host, with all linear layers of its blocks in 8 bits."""
     model = copy.deepcopy(model)
     for block in model.model.layers:
         for parent in list(block.modules()):
@@ -70,11 +70,11 @@ def quantised(model: PreTrainedModel, dtype: torch.dtype = torch.int8) -> PreTra
 
 @dataclass(frozen=True)
 class Trial:
-    """What became of something that was tried on the device.
+    """The outcome of an attempt on the device.
 
     Attributes:
         name: for people.
-        outcome: ``"works"``, ``"on the host"`` (for want of an XLA version), ``"wrong"`` (other
+        outcome: ``"works"``, ``"on the host"`` (no XLA lowering), ``"wrong"`` (other
             numbers than the reference's) or ``"error"``.
         detail: largest difference, as a part of the reference's largest value; what ran on the
             host; the first line of the error.
@@ -111,14 +111,14 @@ def attempt(
 
 
 def left_to_the_host(report: Report) -> list[str]:
-    """Operations that ran on the host, also those of other namespaces than aten."""
+    """Return the host fallbacks, including those of namespaces other than aten."""
     others = (name for name in report.counts.counters if "::" in name)
     others = [name for name in others if not name.startswith(("aten::", "xla::"))]
     return [*report.counts.fallbacks, *others]
 
 
 def trials(device: torch.device) -> list[Trial]:
-    """A product of 4×32 inputs with 32×16 weights, in every way that 8 bits are offered."""
+    """Try a product of 4×32 inputs with 32×16 weights in every 8-bit form offered."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4, 32, generator=generator)
     weight = torch.randn(16, 32, generator=generator)

@@ -1,4 +1,4 @@
-"""A small decoder: its vocabulary is the 256 bytes, and it learns the lines of a short text."""
+"""A small decoder over the 256 bytes, trained on the lines of a short text."""
 
 import copy
 from collections.abc import Iterable
@@ -44,18 +44,18 @@ The cache has a fixed length.
 
 
 def encode(text: str) -> list[int]:
-    """Bytes of the text (UTF-8), as token numbers."""
+    """Return the bytes of the text (UTF-8) as token ids."""
     return list(text.encode())
 
 
 def decode(tokens: Iterable[int]) -> str:
-    """The text of token numbers, without padding and without the end of the line."""
+    """Return the text of token ids, without padding and end of line."""
     kept = bytes(token for token in tokens if token not in (PAD, END))
     return kept.decode(errors="replace")
 
 
 def build(hidden: int = 64, layers: int = 2, seed: int = 0) -> LlamaForCausalLM:
-    """A small Llama with random weights, float32, on the host.
+    """Return a small Llama with random weights, float32, on the host.
 
     Its attention is ``"eager"``, matrix products and a softmax. ``"sdpa"`` reads the mask on the
     host in every call, to see whether it can do without it (transformers 5.23.0).
@@ -84,7 +84,7 @@ def build(hidden: int = 64, layers: int = 2, seed: int = 0) -> LlamaForCausalLM:
 
 
 def move(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """Bring a model to a device, with weights that were one tensor still being one.
+    """Move a model to a device and keep its tied weights tied.
 
     Between the host and an XLA device ``.to()`` makes new parameters, and then the embedding and
     the output layer, which share their weights, share them no longer, without a word.
@@ -95,7 +95,7 @@ def move(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
 
 
 def save(model: PreTrainedModel, folder: Path) -> None:
-    """Write a model to a folder, as ``from_pretrained`` takes it.
+    """Save a model to a folder for ``from_pretrained``.
 
     From the host: safetensors asks a tensor where it lies, and an XLA tensor has no such place
     ("Attempted to access the data pointer on an invalid python storage").
@@ -104,7 +104,7 @@ def save(model: PreTrainedModel, folder: Path) -> None:
 
 
 def load(folder: Path, device: torch.device) -> PreTrainedModel:
-    """A model from a folder that :func:`save` wrote, on a device, ready to generate.
+    """Load a model saved by :func:`save` to a device, ready to generate.
 
     Raises:
         RequestError: there is no such folder.
@@ -119,7 +119,7 @@ def load(folder: Path, device: torch.device) -> PreTrainedModel:
 
 
 def train(model: PreTrainedModel, text: str = TEXT, steps: int = 140, lr: float = 3e-3) -> Tensor:
-    """Teach a model the lines of a text, all lines in every step.
+    """Train a model on the lines of a text, all lines in every step; return the losses.
 
     Args:
         model: on the device that is to do it.

@@ -1,4 +1,4 @@
-"""What generating takes, and whether the device computes what the host does."""
+"""Measure text generation, and compare the device's layers with the host's."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -21,11 +21,11 @@ COLOURS = {"growing": "#ff453a", "padded": "#ff9f0a", "static": "#0a84ff"}
 
 @dataclass(frozen=True)
 class Run:
-    """One prompt continued in one way, and what it took.
+    """One prompt continued in one way, with its counts and times.
 
     Attributes:
         way: its name.
-        prompt: what was given.
+        prompt: the input text.
         text: prompt and continuation.
         tokens: that were written.
         report: of the whole call; it has one step for each token, and two where the choice of the
@@ -40,7 +40,7 @@ class Run:
 
 
 def measure(way: Way, prompts: Sequence[str], tokens: int) -> list[Run]:
-    """Continue prompts one after the other, each watched by itself.
+    """Continue prompts one after the other, each under its own watch.
 
     Args:
         way: how.
@@ -56,7 +56,7 @@ def measure(way: Way, prompts: Sequence[str], tokens: int) -> list[Run]:
 
 
 def table(runs: Iterable[Run]) -> str:
-    """Counts and times of runs, a line each."""
+    """Return counts and times of runs, a line each."""
     rows = [("way", "prompt", "tokens", "compilations", "host reads", "seconds", "ms a token")]
     for run in runs:
         report = run.report
@@ -67,7 +67,7 @@ def table(runs: Iterable[Run]) -> str:
 
 
 def time_per_token(runs: Sequence[Run]) -> Picture:
-    """Milliseconds of each token, the prompts of a way one after the other; a filled dot compiled.
+    """Draw milliseconds of each token, prompt after prompt; a filled dot compiled.
 
     Args:
         runs: of :func:`measure`, of :data:`COLOURS`' ways with the same prompts.
@@ -97,7 +97,7 @@ def time_per_token(runs: Sequence[Run]) -> Picture:
 
 @torch.no_grad()
 def hidden_states(model: PreTrainedModel, ids: Tensor) -> dict[str, Tensor]:
-    """What each layer hands on, float32 (B, W, hidden), on the host.
+    """Return each layer's output, float32 (B, W, hidden), on the host.
 
     Args:
         model: on any device.
@@ -115,7 +115,7 @@ def hidden_states(model: PreTrainedModel, ids: Tensor) -> dict[str, Tensor]:
 
 
 def differences(a: dict[str, Tensor], b: dict[str, Tensor], mask: Tensor) -> dict[str, float]:
-    """Largest difference in each layer, as a part of the layer's largest value.
+    """Return the largest difference in each layer, relative to the layer's largest value.
 
     Args:
         a: of :func:`hidden_states`.
@@ -128,7 +128,7 @@ def differences(a: dict[str, Tensor], b: dict[str, Tensor], mask: Tensor) -> dic
 
 
 def operations(host: LayerReport, device: LayerReport) -> str:
-    """Which operations the layers ask for on the host and on the device, a line a layer.
+    """Return the layers' operations on the host and on the device, a line a layer.
 
     A view on the host is a copy on XLA, which has no views (``aten.view`` and
     ``aten.view_copy``): they count as the same.
@@ -146,7 +146,7 @@ def operations(host: LayerReport, device: LayerReport) -> str:
 
 
 def _kinds(operations: dict[str, int]) -> Counter[str]:
-    """``aten.view_copy.default`` → ``view``."""
+    """Shorten names: ``aten.view_copy.default`` → ``view``."""
     kinds: Counter[str] = Counter()
     for name, count in operations.items():
         kinds[name.split(".")[1].removesuffix("_copy").lstrip("_")] += count

@@ -1,9 +1,9 @@
-"""Three ways to generate, and a fourth that traces nothing; :func:`generate` runs any of them.
+"""Three ways to generate, and a fourth without retracing; :func:`generate` runs any of them.
 
 A decoder writes one token after the other, and every token makes the text longer. XLA compiles one
 program for each shape. So the obvious loop (:class:`Growing`) compiles for every token,
-:class:`Padded` for every multiple that the length reaches, and :class:`Static`, with a cache of
-fixed length, twice.
+:class:`Padded` for every multiple that the length reaches, and :class:`Static`, with a
+static KV cache, twice.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from .decoder import END, PAD, decode, encode
 
 
 def left_padded(prompts: Sequence[str], multiple: int = 1) -> Tensor:
-    """Prompts as rows that end together: int64 (batch, width), on the host.
+    """Return left-padded prompts, int64 (batch, width), on the host.
 
     The next token then comes after the last column, in all rows.
 
@@ -46,12 +46,12 @@ def left_padded(prompts: Sequence[str], multiple: int = 1) -> Tensor:
 
 
 def positions(mask: Tensor) -> Tensor:
-    """Numbers of the tokens in each row, padding not counted: bool (B, W) → int64 (B, W)."""
+    """Return the tokens' positions in each row, without padding: bool (B, W) → int64 (B, W)."""
     return (mask.long().cumsum(1) - 1).clamp(min=0)
 
 
 class Growing:
-    """The text is a tensor that becomes longer. Everything is computed again for each token.
+    """The text is a growing tensor. Everything is computed again for each token.
 
     Args:
         model: on the XLA device.
@@ -69,11 +69,11 @@ class Growing:
         self.ids = ids.to(self.model.device)
 
     def logits(self) -> Tensor:
-        """Of the token after the text: float32 (B, vocabulary)."""
+        """Return the next token's logits: float32 (B, vocabulary)."""
         return _last_logits(self.model, self.ids)
 
     def append(self, token: Tensor) -> None:
-        """One more token for each row, int64 (B, 1)."""
+        """Append a token to each row, int64 (B, 1)."""
         self.ids = torch.cat([self.ids, token], 1)
 
 
@@ -102,17 +102,17 @@ class Padded:
         self.ids = buffer.to(self.model.device)
 
     def logits(self) -> Tensor:
-        """Of the token after the text: float32 (B, vocabulary)."""
+        """Return the next token's logits: float32 (B, vocabulary)."""
         return _last_logits(self.model, self.ids[:, -_up(self._length, self.multiple) :])
 
     def append(self, token: Tensor) -> None:
-        """One more token for each row, int64 (B, 1)."""
+        """Append a token to each row, int64 (B, 1)."""
         self.ids = torch.cat([self.ids[:, 1:], token], 1)
         self._length += 1
 
 
 class Static:
-    """A cache of fixed length keeps the keys and values. After the prompt, a step sees one token.
+    """A static KV cache. After the prompt, a step computes one token.
 
     The cache is transformers' ``StaticCache``: its fill level is a tensor, so that writing at
     another place is not another program. Everything else that changes is a tensor here as well.
@@ -140,24 +140,24 @@ class Static:
         self._cache = StaticCache(config=self.model.config, max_cache_len=self.capacity)
 
     def logits(self) -> Tensor:
-        """Of the token after the text: float32 (B, vocabulary)."""
+        """Return the next token's logits: float32 (B, vocabulary)."""
         if self._token is None:
             return self._prefill(self.ids)
         return self._decode(self._token, self.ids)
 
     def append(self, token: Tensor) -> None:
-        """One more token for each row, int64 (B, 1)."""
+        """Append a token to each row, int64 (B, 1)."""
         self.ids = torch.where(self._columns == self._slot, token, self.ids)
         self._slot = self._slot + 1
         self._token = token
 
     def _prefill(self, ids: Tensor) -> Tensor:
-        """The whole prompt at once, which fills the cache."""
+        """Compute the whole prompt at once, which fills the cache."""
         mask = ids != PAD
         return self._forward(ids[:, : self._prompt], mask, positions(mask)[:, : self._prompt])
 
     def _decode(self, token: Tensor, ids: Tensor) -> Tensor:
-        """The token that was written last; what came before it is in the cache."""
+        """Compute the last token; the earlier ones are in the cache."""
         mask = ids != PAD  # (B, capacity): places that are still empty are masked like padding
         return self._forward(token, mask, mask.sum(1, keepdim=True) - 1)
 
@@ -220,7 +220,7 @@ def generate(
     temperature: float | None = None,
     stop_every: int = 0,
 ) -> list[str]:
-    """Continue prompts, as one batch.
+    """Continue prompts as one batch.
 
     A row that has written END gets padding from there on. Random numbers are the device's:
     ``torch_xla.manual_seed`` makes them repeat.
@@ -258,7 +258,7 @@ def generate(
 
 
 def choose(logits: Tensor, temperature: Tensor | None = None) -> Tensor:
-    """The next token of each row: float32 (B, vocabulary) → int64 (B, 1).
+    """Choose the next token of each row: float32 (B, vocabulary) → int64 (B, 1).
 
     Args:
         logits: of all tokens.
@@ -271,7 +271,7 @@ def choose(logits: Tensor, temperature: Tensor | None = None) -> Tensor:
 
 
 def forward(model: PreTrainedModel, ids: Tensor, **options: bool | int) -> CausalLMOutput:
-    """One pass over left-padded text, int64 (B, W) on the model's device, without a cache."""
+    """Run one pass over left-padded text, int64 (B, W) on the model's device, without a cache."""
     mask = ids != PAD
     return model(
         input_ids=ids,
@@ -287,7 +287,7 @@ def _last_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 def _up(number: int, multiple: int) -> int:
-    """The next multiple."""
+    """Round up to the next multiple."""
     return -(-number // multiple) * multiple
 
 

@@ -147,7 +147,7 @@ def test_a_row_that_fails_is_named_and_the_others_go_on(data, monkeypatch, capsy
     argv = ["--dataset-dir", str(data), *SMALL, "--only", "broken", "loader", "--images", "4"]
     assert bench.main(argv) == 1
     said = capsys.readouterr()
-    assert "broken: failed: loss: 1 here, 2 the official way" in said.err
+    assert "broken: failed: loss: 1 here, 2 in the official implementation" in said.err
     assert json.loads(said.out.splitlines()[-1])["failed"] == ["broken"]
     assert "`loader`" in said.out
 

@@ -225,7 +225,7 @@ def _trace_official_without_fallbacks(step: Step) -> None:
 
 
 def _forget(step: Step) -> None:
-    """Drop the pending graph without running it."""
+    """Drop what was traced: nothing of it has to run."""
     import torch_xla
 
     torch_xla._XLAC._clear_pending_irs(str(step.backend.device))
@@ -299,7 +299,7 @@ def _eager_step(
 
 
 def _make_step(settings: Settings, device: str, precision: str, compiled: bool, name: str) -> Step:
-    # The official implementation gets the plain backend: ours also sets the allocator.
+    # The official way gets the plain backend: ours also sets how its process keeps memory.
     plain = Backend(torch.device(device), device)
     ours = name == "ours"
     step = Step(settings, backends.make_backend(device, precision=precision) if ours else plain)

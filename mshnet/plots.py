@@ -26,11 +26,11 @@ def overlay(image: np.ndarray, mask: np.ndarray) -> np.ndarray:
 
 
 def curves(records: Sequence[dict], path: Path | None = None) -> Picture:
-    """Draw loss, overlap and detection over epochs.
+    """Loss, overlap and detection over epochs.
 
     Args:
         records: lines of ``metrics.jsonl``.
-        path: file to save the picture to, or None.
+        path: where to save the picture, if anywhere.
     """
     epochs = [record["epoch"] + 1 for record in records]
     figure = Picture(figsize=(13, 3.8), layout="constrained")

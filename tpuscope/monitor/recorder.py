@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ..engine.lines import Line, caller
 from ..engine.metrics import SCALAR_READ
 from . import recompile_reasons
-from .calls import Array, Call, Graph, Line, caller, special
+from .calls import Array, Call, Graph, special
 from .recompile_reasons import Cause
 
 # They only ask about a tensor, or change nothing that is traced.

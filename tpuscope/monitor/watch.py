@@ -24,8 +24,9 @@ from typing import Any
 
 from ..engine import metrics
 from ..engine import torch_xla as runtime
+from ..engine.lines import Line, caller
 from ..engine.metrics import EXECUTE, NoMetrics
-from .calls import Graph, Line, caller
+from .calls import Graph
 from .recompile_reasons import differences
 from .recorder import Recorder
 from .report import Report, Step

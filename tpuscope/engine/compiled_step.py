@@ -422,7 +422,7 @@ class _Program:
         """Return what is different from when the step was traced, or None."""
         change = self.values.change()
         if change is None and _facts(state) != self._tensors:
-            change = "dtype, shape, requires_grad or .grad of a tensor of the state"
+            change = "dtype, requires_grad or .grad of a tensor of the state"
         if change is None:
             given = state, batch
             for places in self._inputs.shared:
@@ -518,10 +518,8 @@ class _Program:
 
 def _facts(state: list[Tensor]) -> list[tuple]:
     """Return what a program takes for granted about the state's tensors, beside their values."""
-    return [
-        (t.dtype, t.shape, t.requires_grad, id(t.grad) if t.is_leaf and t.grad is not None else 0)
-        for t in state
-    ]
+    # A gradient that is replaced is another tensor than the one in the state.
+    return [(t.dtype, t.requires_grad, t.requires_grad and id(t.grad)) for t in state]
 
 
 def _at(line: Line | None) -> str:

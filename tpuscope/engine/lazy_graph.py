@@ -1,5 +1,6 @@
 """What torch_xla has traced and not yet computed: which tensors wait, and the program they need."""
 
+import contextlib
 import gc
 import hashlib
 import re
@@ -58,8 +59,9 @@ def finish_backward() -> None:
     It does so only after ``backward()`` has returned. The thread works off one task after the
     other, so another task, which computes nothing, ends after that.
     """
-    leaf = torch.zeros(1).to("xla").requires_grad_()
-    torch.autograd.backward([leaf], [torch.zeros(1).to("xla")])
+    with torch.inference_mode(False):
+        leaf = torch.zeros(1).to("xla").requires_grad_()
+        torch.autograd.backward([leaf], [torch.zeros(1).to("xla")])
 
 
 def live_pending(beside: list[Tensor]) -> list[tuple[int, ...]]:
@@ -92,11 +94,6 @@ def _live_results() -> Counter[tuple[int, ...]]:
         if not name.startswith("%arg")
     }
     return Counter(shapes.values())
-
-
-def marks(tensors: list[Tensor]) -> frozenset[str]:
-    """What tells their present values from all others, also those that replace them in place."""
-    return frozenset(map(_private.value_id, tensors))
 
 
 def lower(outputs: list[Tensor]) -> Program:
@@ -134,9 +131,14 @@ def _replaces(output: Tensor) -> int:
     return int(found[1])
 
 
-def hlo(outputs: list[Tensor]) -> str:
-    """Return the HLO of the program that computes these tensors, with operations' names."""
-    with named_operations():
+def hlo(outputs: list[Tensor], named: bool = True) -> str:
+    """Return the HLO of the program that computes these tensors, as text.
+
+    Args:
+        outputs: of :func:`pending`.
+        named: with the names that its operations were given.
+    """
+    with named_operations() if named else contextlib.nullcontext():
         return _private.hlo(outputs)
 
 

@@ -227,6 +227,11 @@ def wait() -> None:
     xm.wait_device_ops()
 
 
+def forget_pending(device: torch.device) -> None:
+    """Drop what was traced on a device and not computed: its tensors have no value any more."""
+    _private.forget_pending(str(device))
+
+
 def counters() -> Counters:
     """Compilations, fallbacks and scalar reads, as totals since the process started."""
     return metrics.now().brief()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ..engine import _private
 from ..engine.lines import Line, caller
 from ..engine.metrics import SCALAR_READ
 from . import recompile_reasons
@@ -191,9 +192,7 @@ class Recorder(TorchFunctionMode):
         return array
 
     def _origin(self, tensor: Tensor) -> str:
-        import torch_xla
-
-        number = torch_xla._XLAC._xla_get_tensor_id(tensor)
+        number = _private.tensor_id(tensor)
         if number in self._origins:
             return self._origins[number]
         origin = "kept" if number in self._before else self._new(tensor, number)
@@ -212,10 +211,8 @@ class Recorder(TorchFunctionMode):
 
     def _mark(self, tensors: Iterator[Tensor] | list[Tensor]) -> None:
         """These were made in this step."""
-        import torch_xla
-
         for tensor in tensors:
-            number = torch_xla._XLAC._xla_get_tensor_id(tensor)
+            number = _private.tensor_id(tensor)
             if self._floor is None:
                 self._floor = number - 1
             self._origins[number] = "made"
@@ -223,21 +220,17 @@ class Recorder(TorchFunctionMode):
 
     def _alias(self, tensor: Tensor, other: Tensor) -> None:
         """The other has the same origin."""
-        import torch_xla
-
         origin = self._origin(tensor)
-        number = torch_xla._XLAC._xla_get_tensor_id(other)
+        number = _private.tensor_id(other)
         self._origins.setdefault(number, "kept" if origin == "input" else origin)
 
     def _mark_new(self, tensors: list[Tensor]) -> None:
         """These came from the host, or out of nothing."""
-        import torch_xla
-
         made = []
         for tensor in tensors:
             operation, _ = _pending(tensor)
             if operation is None:
-                self._origins[torch_xla._XLAC._xla_get_tensor_id(tensor)] = "uploaded"
+                self._origins[_private.tensor_id(tensor)] = "uploaded"
             elif operation != _CONSTANT:
                 made.append(tensor)
         self._mark(made)
@@ -381,9 +374,7 @@ def _pending(tensor: Tensor) -> tuple[str | None, str]:
 
     The operation is None where the values are on the device already.
     """
-    import torch_xla
-
-    about = torch_xla._XLAC._get_xla_tensor_debug_info(tensor)
+    about = _private.debug_info(tensor)
     pending = about.partition("IR: ")[2].partition("\n")[0]
     operation = pending.partition("] ")[2].partition(",")[0]
     if operation in ("", "xla::device_data"):

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from ..engine import _private
 from ..engine.lines import Line, caller
@@ -149,6 +149,15 @@ class Recorder(TorchFunctionMode):
         if cut or not fetched:  # what has run already is no part of this graph
             self._record(Call(name, line, arguments, tuple(_result(leaf) for leaf in made)))
         return result
+
+    def __exit__(self, *error: Any) -> None:
+        # PyTorch takes the innermost mode off its stack, whichever it is asked for; with watches
+        # that are closed in another order that would be somebody else's.
+        above = []
+        while (mode := _pop_mode()) is not self:
+            above.append(mode)
+        for mode in reversed(above):
+            _push_mode(mode)
 
     def end_step(self, line: Line | None, compiled: int) -> Graph:
         """A sync has run what was pending.

@@ -226,9 +226,7 @@ def _trace_official_without_fallbacks(step: Step) -> None:
 
 def _forget(step: Step) -> None:
     """Drop what was traced: nothing of it has to run."""
-    import torch_xla
-
-    torch_xla._XLAC._clear_pending_irs(str(step.backend.device))
+    runtime.forget_pending(step.backend.device)
 
 
 class ByMatrices(nn.Module):

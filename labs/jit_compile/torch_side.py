@@ -10,7 +10,7 @@ import torch
 import torch_xla
 from torch.nn import functional as F
 
-from tpuscope.engine import metrics
+from tpuscope.engine import lazy_graph, metrics
 
 from .compare import LOOP, Effort, experiments
 
@@ -23,7 +23,7 @@ def linears(given: dict) -> list[dict]:
     def linear(dtype: str) -> dict:
         with torch.autocast("xla", dtype=torch.bfloat16, enabled=dtype == "mixed_bfloat16"):
             result = torch.relu(F.linear(*tensors))
-        before = torch_xla._XLAC._get_xla_tensors_hlo([result])
+        before = lazy_graph.hlo([result], named=False)
         torch_xla.sync(wait=True)
         dumps = Path(os.environ["DUMPS"]).glob("*cpu_after_optimizations.txt")
         after = max(dumps, key=lambda path: path.stat().st_mtime_ns).read_text()

@@ -408,6 +408,26 @@ def test_watches_may_be_nested(xla):
         assert line_of("nested").startswith(str(event.line).split("/")[-1])
 
 
+def test_watches_may_be_closed_in_any_order(xla):
+    before = torch_xla._XLAC._xla_step_marker, _get_current_function_mode_stack()
+    small = Small(xla)
+    first, second = watch(), watch()
+    for opened in (first, second):
+        opened.__enter__()
+    small.step()
+    torch_xla.sync()
+    first.__exit__(None, None, None)
+    loss = small.step()
+    torch_xla.sync()
+    loss.item()
+    second.__exit__(None, None, None)
+    assert (torch_xla._XLAC._xla_step_marker, _get_current_function_mode_stack()) == before
+    assert (len(first.steps), len(second.steps)) == (1, 2)
+    [read] = second.report().events
+    assert read.line.text == "loss.item()"
+    assert not first.report().events
+
+
 def test_a_report_may_be_had_inside_of_the_block(xla):
     small = Small(xla)
     with watch() as w:

@@ -105,10 +105,9 @@ def trace(step: Callable, inputs: tuple | list = ()) -> Program:
     from ..engine import torch_xla as runtime
 
     inputs = tree_map_only(Tensor, lambda tensor: tensor.to(runtime.device()), list(inputs))
-    before = lazy_graph.marks(lazy_graph.pending())
     runtime.wait()  # what runs still would be counted as a part of the step
     executed = _executions()
-    with _OneProgram():
+    with _OneProgram() as traced:
         result = step(*inputs)
         # Whoever keeps a result keeps what autograd saved for it, too; the values alone do not.
         result = tree_map_only(Tensor, Tensor.detach, result)
@@ -118,7 +117,7 @@ def trace(step: Callable, inputs: tuple | list = ()) -> Program:
             "the step ran a part of itself: it calls torch_xla.sync(), prints a tensor, or has an "
             "operation without lowering, which runs on the host (tpuscope.track names it)"
         )
-    outputs = lazy_graph.pending(before)
+    outputs = traced.pending()
     if not outputs:
         raise StepIsCut(
             "the step left nothing to compute: its model and inputs must be on the XLA device "

@@ -4,11 +4,15 @@ import contextlib
 import gc
 import hashlib
 import re
-import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from . import _private
+from ._private import named_operations
 
 
 @dataclass(frozen=True)
@@ -32,49 +36,64 @@ class Program:
             object.__setattr__(self, "digest", _digest(self.stablehlo, self.aliases))
 
 
-def pending(known: frozenset[str] = frozenset()) -> list[Tensor]:
-    """Tensors of this process whose values are traced and not computed, each once.
+def pending(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return those of the tensors whose values are traced and not computed, each value once.
 
-    These are what ``torch_xla.sync()`` would compute and keep. Tensors that only autograd holds are
-    not among them: let a step finish its backward pass, or run under ``torch.no_grad()``.
+    They are in the order in which they were traced: the same step is the same program in every
+    process.
+    """
+    tensors = [tensor for tensor in tensors if tensor.device.type == "xla"]
+    waits = _private.are_pending(tensors)
+    found = {_private.tensor_id(t): t for t, waiting in zip(tensors, waits, strict=True) if waiting}
+    return [found[key] for key in sorted(found)]
+
+
+def newest_tensor() -> int:
+    """Return the number of a tensor that is newer than all others."""
+    return _private.tensor_id(torch.zeros(1).to("xla"))
+
+
+def finish_backward() -> None:
+    """Wait until autograd's thread has let go of the gradients of the last backward pass.
+
+    It does so only after ``backward()`` has returned. The thread works off one task after the
+    other, so another task, which computes nothing, ends after that.
+    """
+    with torch.inference_mode(False):
+        leaf = torch.zeros(1).to("xla").requires_grad_()
+        torch.autograd.backward([leaf], [torch.zeros(1).to("xla")])
+
+
+def live_pending(beside: list[Tensor]) -> list[tuple[int, ...]]:
+    """Return the shapes of other values that ``torch_xla.sync()`` would compute now.
+
+    These are the pending tensors that anything in the process still holds: Python, autograd's
+    graph, another thread.
 
     Args:
-        known: :func:`marks` of values that are somebody else's, and left out.
+        beside: pending tensors that are left out.
     """
-    import torch_xla
-
-    # Autograd's thread lets go of the last gradients after backward() has returned, and there is no
-    # way to wait for it.
-    time.sleep(0.1)
-    things = gc.get_objects()
-    # The class, not isinstance: that would run lazy attributes of strangers.
-    kinds = {kind for kind in set(map(type, things)) if issubclass(kind, Tensor)}
-    tensors = [thing for thing in things if type(thing) in kinds]
-    # Those that only C++ owned (gradients) get a Python owner.
-    for tensor in tensors:
-        tensor._fix_weakref()
-    found: dict[int, Tensor] = {}
-    for thing in tensors:
-        if _on_xla(thing):
-            about = torch_xla._XLAC._get_xla_tensor_debug_info(thing)
-            if re.search(r"IR: \[.*\] (?!xla::device_data)", about) and "XLAData: None" in about:
-                found.setdefault(torch_xla._XLAC._xla_get_tensor_id(thing), thing)
-    # In the order in which they were traced: the same step is the same program in every process.
-    return [found[key] for key in sorted(found) if not marks([found[key]]) & known]
+    finish_backward()
+    mine = Counter(tuple(tensor.shape) for tensor in beside)
+    others = _live_results() - mine
+    if others:
+        gc.collect()  # what only a cycle of references holds is nobody's
+        others = _live_results() - mine
+    return list(others.elements())
 
 
-def _on_xla(tensor: Tensor) -> bool:
-    try:
-        return tensor.device.type == "xla"
-    except RuntimeError:  # it was let go in this moment: it is nobody's
-        return False
-
-
-def marks(tensors: list[Tensor]) -> frozenset[str]:
-    """What tells their present values from all others, also those that replace them in place."""
-    import torch_xla
-
-    return frozenset(map(torch_xla._XLAC._unique_id_for_ir_and_data, tensors))
+def _live_results() -> Counter[tuple[int, ...]]:
+    text = _private.live_stablehlo()
+    found = re.search(r"\n    return (.*?) : (.*)\n", text)
+    if found is None:
+        return Counter()
+    names, types = found[1].split(", "), re.findall(r"tensor<([^>]*)>", found[2])
+    shapes = {
+        name: tuple(int(size) for size in kind.split("x")[:-1])
+        for name, kind in zip(names, types, strict=True)
+        if not name.startswith("%arg")
+    }
+    return Counter(shapes.values())
 
 
 def lower(outputs: list[Tensor]) -> Program:
@@ -86,14 +105,13 @@ def lower(outputs: list[Tensor]) -> Program:
     Args:
         outputs: of :func:`pending`.
     """
-    import torch_xla
     import torch_xla.core.xla_model as xm
     import torch_xla.runtime as xr
 
     with named_operations():
         stablehlo = xm.get_stablehlo_bytecode(outputs)
     plain = xm.get_stablehlo_bytecode(outputs)
-    arguments, _ = torch_xla._XLAC._get_tensors_xla_device_data_node(outputs)
+    arguments, _ = _private.program_inputs(outputs)
     position = {tensor: number for number, tensor in enumerate(arguments)}
     # Only the first output may take the memory: a tensor has one successor.
     successor: dict[int, int] = {}
@@ -108,31 +126,20 @@ def lower(outputs: list[Tensor]) -> Program:
 
 def _replaces(output: Tensor) -> int:
     """Identity of the tensor that this one was before it was changed in place."""
-    import torch_xla
-
-    about = torch_xla._XLAC._get_xla_tensor_debug_info(output)
-    return int(re.search(r"AliasID: (\d+)", about)[1])
-
-
-def hlo(outputs: list[Tensor]) -> str:
-    """The HLO of the program that computes these tensors, with operations' names, as text."""
-    import torch_xla
-
-    with named_operations():
-        return torch_xla._XLAC._get_xla_tensors_hlo(outputs)
+    found = re.search(r"AliasID: (\d+)", _private.debug_info(output))
+    assert found, "torch_xla's description of a tensor has no AliasID"
+    return int(found[1])
 
 
-@contextlib.contextmanager
-def named_operations() -> Iterator[None]:
-    """What is lowered here carries the names that its operations were given."""
-    import torch_xla
+def hlo(outputs: list[Tensor], named: bool = True) -> str:
+    """Return the HLO of the program that computes these tensors, as text.
 
-    before = torch_xla._XLAC._get_ir_debug()
-    torch_xla._XLAC._set_ir_debug(True)
-    try:
-        yield
-    finally:
-        torch_xla._XLAC._set_ir_debug(before)
+    Args:
+        outputs: of :func:`pending`.
+        named: with the names that its operations were given.
+    """
+    with named_operations() if named else contextlib.nullcontext():
+        return _private.hlo(outputs)
 
 
 def _digest(stablehlo: bytes, aliases: tuple) -> str:

@@ -18,17 +18,14 @@ from torch.utils.data import DataLoader
 
 from .. import versions
 from ..timeouts import call_with_timeout
-from . import hardware, metrics
+from . import _private, hardware, metrics
+from ._private import XlaUnavailable
 from .metrics import Counters
 
 VIRTUAL_CORES = 8  # cores that XLA on the CPU can be asked for: as many as one TPU machine has
 
 # How chips lie on a host's board, by their number: x, y, z of Google's topology variables.
 _BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
-
-
-class XlaUnavailable(RuntimeError):
-    """torch_xla or the device it was asked for is not there; the message says what to do."""
 
 
 def installed() -> bool:
@@ -72,15 +69,10 @@ def tpu_hosts() -> int:
     if names:
         return len(names.split(","))
 
-    def ask() -> int:
-        from torch_xla._internal import tpu
-
-        return tpu.num_tpu_workers()
-
     # It asks the cloud's metadata service without a time limit, and Kaggle may have none; or there
     # is one that knows no TPU.
     with contextlib.suppress(Exception):
-        return call_with_timeout(5, ask)
+        return call_with_timeout(5, _private.tpu_workers)
     return 1
 
 
@@ -97,9 +89,7 @@ def is_open() -> bool:
     """Whether this process has opened its XLA devices; their number is settled then."""
     if "torch_xla" not in sys.modules:
         return False
-    import torch_xla
-
-    return torch_xla._XLAC._xla_runtime_is_initialized()
+    return _private.is_open()
 
 
 def select_platform(
@@ -181,6 +171,7 @@ def device() -> torch.device:
     """
     import torch_xla
 
+    _private.check()
     return torch_xla.device()
 
 
@@ -234,6 +225,11 @@ def wait() -> None:
     import torch_xla.core.xla_model as xm
 
     xm.wait_device_ops()
+
+
+def forget_pending(device: torch.device) -> None:
+    """Drop what was traced on a device and not computed: its tensors have no value any more."""
+    _private.forget_pending(str(device))
 
 
 def counters() -> Counters:

@@ -1,74 +1,9 @@
 """A step as PyTorch's calls: the words that the recorder and the search for causes share."""
 
-import linecache
-import os
-import sys
-import sysconfig
 from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
-import torch
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A line of the user's code."""
-
-    file: str
-    number: int
-
-    def __str__(self) -> str:
-        return f"{self._name()}:{self.number}"
-
-    @property
-    def text(self) -> str:
-        """The source, or an empty string where it cannot be had."""
-        return linecache.getline(self.file, self.number).strip()
-
-    def quoted(self) -> str:
-        """For people: place and source."""
-        text = self.text if len(self.text) <= 48 else f"{self.text[:45]}..."
-        return f"{self} `{text}`" if text else str(self)
-
-    def _name(self) -> str:
-        ipython = sys.modules.get("IPython")
-        shell = ipython.get_ipython() if ipython else None
-        name_cell = getattr(getattr(shell, "compile", None), "format_code_name", None)
-        cell = name_cell(self.file) if name_cell else None
-        if cell:  # ("Cell", "In[5]")
-            return cell[1]
-        path = Path(self.file)
-        if path.is_relative_to(Path.cwd()):
-            return str(path.relative_to(Path.cwd()))
-        return "/".join(path.parts[-2:])
-
-
-def caller(frame: FrameType | None) -> Line | None:
-    """The innermost frame outside torch, torch_xla, this folder and Python itself, from here up."""
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if file not in _is_ours:
-            _is_ours[file] = file.startswith("<frozen") or (
-                file.startswith(_LIBRARIES) and not file.startswith(_PACKAGES)
-            )
-            _is_ours[file] |= file.startswith(_INSIDE)
-        if not _is_ours[file]:
-            return Line(file, frame.f_lineno)
-        frame = frame.f_back
-    return None  # autograd's own thread
-
-
-_is_ours: dict[str, bool] = {}
-_LIBRARIES = sysconfig.get_paths()["stdlib"] + os.sep
-_PACKAGES = tuple(sysconfig.get_paths()[name] + os.sep for name in ("purelib", "platlib"))
-_INSIDE = (
-    str(Path(torch.__file__).parent) + os.sep,
-    str(Path(torch.__file__).parents[1] / "torch_xla") + os.sep,
-    str(Path(__file__).parent) + os.sep,
-    str(Path(torch.__file__).parents[1] / "typing_extensions.py"),  # around what is deprecated
-)
+from ..engine.lines import Line
 
 
 class Array(NamedTuple):

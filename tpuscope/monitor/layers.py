@@ -10,7 +10,7 @@ import contextlib
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -21,8 +21,9 @@ from torch.optim import optimizer as optimizer_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import TensorWeakRef
 
-from ..engine import lazy_graph
+from ..engine import _private, lazy_graph
 
 OUTSIDE = "(step)"  # operations that no module and no optimizer asked for
 GRADIENT = "/grad"  # ends the name of a layer whose gradient is computed
@@ -66,6 +67,7 @@ class LayerLabels(TorchDispatchMode):
         self._names: dict[int, str] = {}  # id of a module → its name
         self._running: list[str] = []
         self._forward: dict[int, str] = {}  # number of an autograd node → layer
+        self._made: list[TensorWeakRef] = []
         self._hooks = contextlib.ExitStack()
 
     def __enter__(self):
@@ -86,14 +88,29 @@ class LayerLabels(TorchDispatchMode):
         kwargs = kwargs or {}
         layer = self.current()
         result = function(*args, **kwargs)
-        for tensor in () if function in _SAME else tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.device.type == "xla":
-                import torch_xla
-
-                # 1 stack frame: with 0, lowering fails in torch_xla 2.9.0 (pytorch/xla#9676).
-                torch_xla._XLAC._set_xla_custom_op_name_prefix(tensor, layer + "/", 1)
+        for tensor in _on_xla((result, _written(function, args, kwargs))):
+            self._made.append(TensorWeakRef(tensor))
+        for tensor in () if function in _SAME else _on_xla(result):
+            self.label(tensor, layer)
         self.done(layer, function, args, kwargs, result)
         return result
+
+    def label(self, tensor: Tensor, layer: str) -> None:
+        """Write a layer's name on the operation that makes an XLA tensor."""
+        _private.name_operation(tensor, layer + "/")
+
+    def pending(self) -> list[Tensor]:
+        """Return what was traced inside and would be computed by a sync now, in order.
+
+        These are the tensors that somebody still holds, gradients included. What only autograd
+        has saved for a backward pass counts, too: let a step finish its backward pass, or run
+        under ``torch.no_grad()``.
+        """
+        if not self._made:
+            return []
+        lazy_graph.finish_backward()
+        made = (reference() for reference in self._made)
+        return lazy_graph.pending(tensor for tensor in made if tensor is not None)
 
     def done(self, layer: str, function: Callable, args: tuple, kwargs: dict, result: Any) -> None:
         """Called after every operation; for those who want to know more."""
@@ -130,6 +147,21 @@ class LayerLabels(TorchDispatchMode):
                 name = f"{kind}.{path}" if path else kind
                 self._names[id(module)] = name
                 self.modules.append((name, module))  # kept alive: its id stays its own
+
+
+def _on_xla(values: Any) -> Iterator[Tensor]:
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, Tensor) and leaf.device.type == "xla":
+            yield leaf
+
+
+def _written(function: Any, args: tuple, kwargs: dict) -> list[Any]:
+    """Return the arguments that an operation changes in place; foreach operations return none."""
+    return [
+        kwargs[argument.name] if argument.name in kwargs else args[position]
+        for position, argument in enumerate(function._schema.arguments)
+        if argument.is_write and (argument.name in kwargs or position < len(args))
+    ]
 
 
 @dataclass
@@ -281,7 +313,6 @@ def track(step: nn.Module | Callable, *inputs: Any, backward: bool = True) -> La
     if is_module:
         home = next((p.device for p in step.parameters()), torch.device("cpu"))
         inputs = tree_map_only(Tensor, lambda t: t.to(home), inputs)
-    before = lazy_graph.marks(lazy_graph.pending()) if "torch_xla" in sys.modules else None
     recorder = _Recorder()
     with recorder:
         result = step(*inputs)
@@ -292,7 +323,7 @@ def track(step: nn.Module | Callable, *inputs: Any, backward: bool = True) -> La
         own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
         if own:
             recorder.record(name).parameters = own
-    traced = lazy_graph.pending(before) if before is not None else []
+    traced = recorder.pending() if "torch_xla" in sys.modules else []
     if traced:
         counts = Counter(
             layer_of(found[1]).removesuffix(GRADIENT)

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from .calls import Array, Call, Graph, Line, special
+from ..engine.lines import Line
+from .calls import Array, Call, Graph, special
 
 # Share of common calls from which two graphs are versions of the same computation; less is enough
 # in the first step, where modules and optimizers make their state.

@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
+from ..engine import _private
+from ..engine.lines import Line, caller
 from ..engine.metrics import SCALAR_READ
 from . import recompile_reasons
-from .calls import Array, Call, Graph, Line, caller, special
+from .calls import Array, Call, Graph, special
 from .recompile_reasons import Cause
 
 # They only ask about a tensor, or change nothing that is traced.
@@ -148,6 +150,15 @@ class Recorder(TorchFunctionMode):
             self._record(Call(name, line, arguments, tuple(_result(leaf) for leaf in made)))
         return result
 
+    def __exit__(self, *error: Any) -> None:
+        # PyTorch takes the innermost mode off its stack, whichever it is asked for; with watches
+        # that are closed in another order that would be somebody else's.
+        above = []
+        while (mode := _pop_mode()) is not self:
+            above.append(mode)
+        for mode in reversed(above):
+            _push_mode(mode)
+
     def end_step(self, line: Line | None, compiled: int) -> Graph:
         """A sync has run what was pending.
 
@@ -190,9 +201,7 @@ class Recorder(TorchFunctionMode):
         return array
 
     def _origin(self, tensor: Tensor) -> str:
-        import torch_xla
-
-        number = torch_xla._XLAC._xla_get_tensor_id(tensor)
+        number = _private.tensor_id(tensor)
         if number in self._origins:
             return self._origins[number]
         origin = "kept" if number in self._before else self._new(tensor, number)
@@ -211,10 +220,8 @@ class Recorder(TorchFunctionMode):
 
     def _mark(self, tensors: Iterator[Tensor] | list[Tensor]) -> None:
         """These were made in this step."""
-        import torch_xla
-
         for tensor in tensors:
-            number = torch_xla._XLAC._xla_get_tensor_id(tensor)
+            number = _private.tensor_id(tensor)
             if self._floor is None:
                 self._floor = number - 1
             self._origins[number] = "made"
@@ -222,21 +229,17 @@ class Recorder(TorchFunctionMode):
 
     def _alias(self, tensor: Tensor, other: Tensor) -> None:
         """The other has the same origin."""
-        import torch_xla
-
         origin = self._origin(tensor)
-        number = torch_xla._XLAC._xla_get_tensor_id(other)
+        number = _private.tensor_id(other)
         self._origins.setdefault(number, "kept" if origin == "input" else origin)
 
     def _mark_new(self, tensors: list[Tensor]) -> None:
         """These came from the host, or out of nothing."""
-        import torch_xla
-
         made = []
         for tensor in tensors:
             operation, _ = _pending(tensor)
             if operation is None:
-                self._origins[torch_xla._XLAC._xla_get_tensor_id(tensor)] = "uploaded"
+                self._origins[_private.tensor_id(tensor)] = "uploaded"
             elif operation != _CONSTANT:
                 made.append(tensor)
         self._mark(made)
@@ -380,9 +383,7 @@ def _pending(tensor: Tensor) -> tuple[str | None, str]:
 
     The operation is None where the values are on the device already.
     """
-    import torch_xla
-
-    about = torch_xla._XLAC._get_xla_tensor_debug_info(tensor)
+    about = _private.debug_info(tensor)
     pending = about.partition("IR: ")[2].partition("\n")[0]
     operation = pending.partition("] ")[2].partition(",")[0]
     if operation in ("", "xla::device_data"):

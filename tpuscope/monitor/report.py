@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..engine.lines import Line
 from ..engine.metrics import Counts, Transfers
 from . import recompile_reasons
-from .calls import Graph, Line
+from .calls import Graph
 from .recompile_reasons import Cause
 from .recorder import Compiled, Event
 

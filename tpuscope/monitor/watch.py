@@ -22,10 +22,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..engine import metrics
+from ..engine import _private, metrics
 from ..engine import torch_xla as runtime
+from ..engine.lines import Line, caller
 from ..engine.metrics import EXECUTE, NoMetrics
-from .calls import Graph, Line, caller
+from .calls import Graph
 from .recompile_reasons import differences
 from .recorder import Recorder
 from .report import Report, Step
@@ -100,7 +101,7 @@ class Watch:
     def __enter__(self) -> "Watch":
         runtime.require_matching_versions()
         _wait_for_device()  # what was launched before is not counted
-        self._closing.enter_context(_observed(self._sync))
+        self._closing.enter_context(_private.observed_steps(self._sync))
         self._closing.callback(_watch_optimizers(self._optimizer_stepped).remove)
         self._optimizers: dict[int, int] = {}  # updates in this step, by optimizer
         if self._explain:
@@ -256,27 +257,6 @@ def _call_differences(a: Graph | None, b: Graph | None, most: int = 5) -> list[s
     found = list(differences(a, b))
     more = [f"and {len(found) - most} more"] if len(found) > most else []
     return [f"{cause}" for cause in found[:most]] + more
-
-
-# What torch_xla.sync() calls, and xm.mark_step(), torch_xla.step() and the loaders through it.
-_MARKER = "_xla_step_marker"
-
-
-@contextlib.contextmanager
-def _observed(observer: Callable):
-    """While open, the observer is called in place of torch_xla's end of a step, and calls it."""
-    import torch_xla
-
-    inner = getattr(torch_xla._XLAC, _MARKER)
-
-    def marker(*args: Any, **kwargs: Any) -> Any:
-        return observer(inner, args, kwargs)
-
-    setattr(torch_xla._XLAC, _MARKER, marker)
-    try:
-        yield
-    finally:
-        setattr(torch_xla._XLAC, _MARKER, inner)
 
 
 def _watch_optimizers(hook: Callable) -> Any:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from tpuscope.errors import RequestError
 
@@ -19,17 +19,17 @@ FORMATS = ("PNG", "BMP", "JPEG", "TIFF", "GIF", "WEBP", "PPM")
 def open_image(path: Path) -> Image.Image:
     """Decode an image file.
 
-    Pillow skips the checksums of PNG data when it decodes, so they are verified first. BMP and JPEG
-    have none: there only damage that breaks the decoder is found.
+    Pillow skips the checksums of PNG data when it decodes, so they are verified separately. BMP and
+    JPEG have none: there only damage that stops the decoder is found.
 
     Raises:
         RequestError: the file is missing, damaged, or not a regular file with an image.
     """
     with _regular_file(path) as file:
-        _open(file).verify()
-        file.seek(0)
         image = _open(file)
         image.load()
+        file.seek(0)
+        _open(file).verify()
         return image
 
 
@@ -51,7 +51,10 @@ def read_header(path: Path, verify: bool = False) -> tuple[str, tuple[int, int]]
 
 
 def _open(file: BinaryIO) -> Image.Image:
-    return Image.open(file, formats=FORMATS)
+    try:
+        return Image.open(file, formats=FORMATS)
+    except UnidentifiedImageError as error:  # which shows the file as an object of Python
+        raise OSError(f"its content is none of {', '.join(FORMATS)}") from error
 
 
 @contextlib.contextmanager
@@ -63,8 +66,8 @@ def _regular_file(path: Path) -> Iterator[BinaryIO]:
             yield file
     except Exception as error:  # on damaged bytes Pillow raises nearly every type
         raise RequestError(
-            f"{path} cannot be read as an image ({error}); it is damaged, incomplete or none of "
-            f"{', '.join(FORMATS)}: copy it again from the source",
+            f"{path} cannot be read as an image ({error}); it is damaged or incomplete: "
+            "copy it again from the source",
             "damaged-file",
         ) from error
 

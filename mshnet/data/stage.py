@@ -6,8 +6,8 @@ the files: what the copy was made from. The next call compares that and copies o
 
 Each file is written in ``.part`` and renamed when it is complete; stale files are deleted before a
 new record is written. So a file that the record lists and the disk has is complete and current,
-whenever a call was interrupted, and the next call continues from there. A lock on the root folder
-makes a second process wait.
+whenever a call was interrupted, and the next call continues from there. A lock makes a second
+process wait.
 """
 
 import contextlib
@@ -73,21 +73,23 @@ def stage(source: str | Path, root: str | Path = "datasets", *, progress: bool =
 
 @contextlib.contextmanager
 def _locked(root: Path, progress: bool) -> Iterator[None]:
-    """Hold a lock on the folder; wait while another process has it."""
-    root.mkdir(parents=True, exist_ok=True)
-    folder = os.open(root, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if progress:
-                print(f"waiting for another process that stages to {root}", file=sys.stderr)
-            fcntl.flock(folder, fcntl.LOCK_EX)
-        except OSError:  # a file system without locks
-            pass
+    """Wait while another process stages to the same root.
+
+    The lock is on the folder above, so that a refused source leaves no empty root behind.
+    """
+    folder = root.absolute().parent
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # the file system has no locks, or the folder is private
+            lock = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, lock)  # releases the lock, as the end of the process does
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if progress:
+                    print(f"waiting for another process that stages to {root}", file=sys.stderr)
+                fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(folder)  # which releases the lock, as the end of the process does
 
 
 def _name(source: Path) -> str:
@@ -346,6 +348,7 @@ def _has(path: Path, size: int) -> bool:
 
 
 def _require_space(root: Path, need: int) -> None:
+    root.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(root).free
     if need > free:
         raise RequestError(

@@ -87,7 +87,7 @@ def refusal(code, *arguments):
 
 
 def nothing_in(root):
-    return not any(root.rglob("*"))
+    return not root.exists() or not any(root.iterdir())
 
 
 @contextlib.contextmanager

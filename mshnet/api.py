@@ -10,19 +10,19 @@ import torch
 
 from tpuscope.engine import replicas
 from tpuscope.errors import RequestError
-from tpuscope.progress import hide_progress, progress
+from tpuscope.files import require_writable
+from tpuscope.progress import hide_progress
 
 from . import plots
 from .data import source
 from .data.augment import resize
-from .data.decode import open_image
 from .data.layout import DataFolder
 from .data.loader import EvaluationSet, evaluation_loader
 from .data.sample_cache import SampleCache
 from .data.stage import stage
 from .metrics import DEFINITIONS, DetectionMetrics
 from .model import MSHNet
-from .predict import Detection, find_images, predict
+from .predict import Detection, check_images, find_images, predict
 from .training import backend as backends
 from .training import checkpoint, run_dir
 from .training.backup import Backup
@@ -226,11 +226,11 @@ def predict_files(
     if (out / "images").exists():
         raise RequestError(
             f"--out {out} is a data set (it has images/), whose masks would be overwritten; "
-            "choose another folder"
+            "choose another folder",
+            "output-is-data-set",
         )
-    run_dir.require_writable("--out", out)
-    for path in progress(paths, "check images"):
-        open_image(path)
+    check_images(paths, out)
+    require_writable("--out", out)
     model, full = _model(config, config.weight_path)
     backend = _backend(config, log)
     model.fold = backend.default_fold(config)

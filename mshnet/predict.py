@@ -2,6 +2,7 @@
 
 import csv
 import glob
+import io
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,15 +10,15 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
 
 from tpuscope.errors import RequestError
+from tpuscope.files import write_atomic
 from tpuscope.progress import progress
 
 from .data.augment import BILINEAR
-from .data.decode import read_image
+from .data.decode import open_image, read_header, to_uint8
 from .data.layout import SUFFIXES
 from .data.loader import channels_first
 from .metrics import regions
@@ -25,14 +26,15 @@ from .plots import overlay
 from .training.backend import Backend
 from .training.step import Normalize, evaluation_step
 
+_FOLDERS = ("masks", "overlays")
 Detection = dict  # image (path), x, y (pixels, centre), area (pixels), score (0..1)
 
 
 def find_images(inputs: Sequence[str]) -> list[Path]:
-    """Image files named by files, folders and glob patterns, sorted within each.
+    """Return the image files that files, folders and glob patterns name, sorted within each.
 
     Raises:
-        RequestError: one of them names nothing.
+        RequestError: one of them names no image.
     """
     found: list[Path] = []
     for item in inputs:
@@ -47,21 +49,46 @@ def find_images(inputs: Sequence[str]) -> list[Path]:
         if not matches:
             raise RequestError(
                 f"{item} names no image; give a file, a folder with png, bmp or jpg files, or a "
-                "quoted pattern such as 'frames/*.png'"
+                "quoted pattern such as 'frames/*.png'",
+                "no-images",
             )
         found += matches
     return list(dict.fromkeys(found))
 
 
+def check_images(paths: Sequence[Path], out: Path) -> None:
+    """Refuse, before any work, damaged inputs and an output that would replace an input.
+
+    Headers and the checksums of PNG files are read, nothing is decoded; so a JPEG or BMP that is
+    cut short is found only when :func:`predict` reaches it.
+
+    Raises:
+        RequestError: names the file.
+    """
+    inputs = {path.resolve() for path in paths}
+    folders = {(out / folder).resolve() for folder in _FOLDERS}
+    replaced = {file.resolve() for folder in folders for file in folder.glob("*")} & inputs
+    replaced |= {path for path in inputs if not folders.isdisjoint(path.parents)}
+    if replaced:
+        raise RequestError(
+            f"--out {out}: an output could replace the input {min(replaced)}; choose "
+            "another folder",
+            "output-is-input",
+        )
+    for path in progress(paths, "check images"):
+        read_header(path, verify=True)
+
+
 def detections(name: str, probability: np.ndarray) -> tuple[np.ndarray, list[Detection]]:
-    """Mask and table of the detections in one probability map.
+    """Return mask and table of the detections in one probability map.
 
     Args:
+        name: of the image, for the table.
         probability: float, (H, W), 0..1.
 
     Returns:
-        mask bool (H, W); a detection a region: centre x, y and area in pixels, and as score the
-        highest probability in it.
+        The mask, bool (H, W), and one detection a region: centre x, y and area in pixels, and as
+        score the highest probability in it.
     """
     mask = probability > 0.5
     labels, areas, centroids = regions(mask)
@@ -92,17 +119,23 @@ def predict(
 ) -> list[Detection]:
     """Write masks, overlays and the table of detections for image files.
 
-    The network sees each image at size × size, as in evaluation; its logits go back to the
-    image's own size (bilinear), so masks, centres and areas are in the image's own pixels.
+    Each file is decoded once. The network sees the image at size × size, as in evaluation; its
+    logits are resized to the image's own size (bilinear), so masks, centres and areas are in the
+    image's own pixels.
+
+    A file name that is not UTF-8 keeps its bytes: in ``detections.csv`` as they are, in
+    ``detections.json`` as the escapes ``\\udc80`` to ``\\udcff``, which Python's ``os.fsencode``
+    turns back.
 
     Args:
         model: on the backend's device.
-        paths: readable images.
+        backend: where it runs.
+        paths: images that :func:`check_images` accepts.
         out: folder for ``masks/``, ``overlays/``, ``detections.csv`` and ``detections.json``.
         size: side of the network's input in pixels, a multiple of 16.
         channels: 1 reads the images grey, 3 in colour.
+        full: False uses the full-size head instead of the fused one (weights from warm-up).
         batch_size: images at a time; the last batch is filled up to it.
-        full: False takes the full-size head instead of the fused one (weights from warm-up).
 
     Raises:
         RequestError: an image is unreadable, or ``out`` cannot be written. What was written
@@ -110,45 +143,29 @@ def predict(
     """
     rows: list[Detection] = []
     try:
-        for folder in ("masks", "overlays"):
+        for folder in _FOLDERS:
             (out / folder).mkdir(parents=True, exist_ok=True)
         maps = _probabilities(model, backend, paths, size, channels, full, batch_size)
-        names = _unique_names(paths)
-        for path, name, probability in progress(
-            zip(paths, names, maps, strict=True), "predict", len(paths)
+        for path, name, (picture, probability) in progress(
+            zip(paths, _unique_names(paths), maps, strict=True), "predict", len(paths)
         ):
             mask, found = detections(str(path), probability)
             Image.fromarray(mask.astype(np.uint8) * 255).save(out / "masks" / f"{name}.png")
-            picture = overlay(read_image(path, 3), mask)
-            Image.fromarray(picture).save(out / "overlays" / f"{name}.png")
+            Image.fromarray(overlay(picture, mask)).save(out / "overlays" / f"{name}.png")
             rows += found
-        with open(out / "detections.csv", "w", newline="") as file:
-            writer = csv.DictWriter(file, ["image", "x", "y", "area", "score"])
-            writer.writeheader()
-            writer.writerows(rows)
-        (out / "detections.json").write_text(json.dumps(rows, indent=1) + "\n")
+        table = io.StringIO()
+        writer = csv.DictWriter(table, ["image", "x", "y", "area", "score"])
+        writer.writeheader()
+        writer.writerows(rows)
+        content = table.getvalue().encode("utf-8", "surrogateescape")
+        write_atomic(out / "detections.csv", content)
+        write_atomic(out / "detections.json", json.dumps(rows, indent=1) + "\n")
     except OSError as error:
         raise RequestError(
-            f"--out {out} cannot be written ({error.strerror or error}); choose another folder"
+            f"--out {out} cannot be written ({error.strerror or error}); choose another folder",
+            "unwritable",
         ) from error
     return rows
-
-
-class _Frames(Dataset):
-    """Network inputs with their index and own size."""
-
-    def __init__(self, paths: Sequence[Path], size: int, channels: int):
-        self.paths = paths
-        self.size = size
-        self.channels = channels
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, tuple[int, int]]:
-        array = read_image(self.paths[index], self.channels)
-        small = Image.fromarray(array).resize((self.size, self.size), BILINEAR)
-        return channels_first(np.asarray(small)), array.shape[:2]
 
 
 def _probabilities(
@@ -159,8 +176,8 @@ def _probabilities(
     channels: int,
     full: bool,
     batch_size: int,
-) -> Iterator[np.ndarray]:
-    """Probability maps in each image's own size, float32 (H, W)."""
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield each image, uint8 (H, W, 3), and its probability map, float32 (H, W)."""
     normalize = Normalize().to(backend.device)
     model.eval()
     phase = backend.to_device(torch.tensor([full]))
@@ -168,20 +185,24 @@ def _probabilities(
     step = backend.compile_step(
         lambda images, phase: (evaluation_step(model, normalize, backend, images, phase),), state
     )
-    loader = DataLoader(_Frames(paths, size, channels), batch_size, collate_fn=list)
-    for frames in loader:
+    for first in range(0, len(paths), batch_size):
         batch = torch.zeros(batch_size, channels, size, size, dtype=torch.uint8)
-        for i, (pixels, _) in enumerate(frames):
-            batch[i] = pixels
+        pictures = []
+        for i, path in enumerate(paths[first : first + batch_size]):
+            image = open_image(path)
+            pictures.append(to_uint8(image, 3))
+            small = Image.fromarray(to_uint8(image, channels)).resize((size, size), BILINEAR)
+            batch[i] = channels_first(np.asarray(small))
         [logits] = step(backend.to_device(batch), phase)
         logits = logits.cpu()
-        for i, (_, shape) in enumerate(frames):
+        for i, picture in enumerate(pictures):
+            shape = list(picture.shape[:2])
             own = F.interpolate(logits[i : i + 1], shape, mode="bilinear", align_corners=False)
-            yield torch.sigmoid(own)[0, 0].numpy()
+            yield picture, torch.sigmoid(own)[0, 0].numpy()
 
 
 def _unique_names(paths: Sequence[Path]) -> list[str]:
-    """Stems; where two files share one, the second gets a number."""
+    """Return the files' stems; where two are equal, the second gets a number."""
     names: dict[str, None] = {}
     for path in paths:
         name, number = path.stem, 1

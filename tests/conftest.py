@@ -1,6 +1,8 @@
 """What several test files share."""
 
 import os
+import struct
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,3 +56,11 @@ def tiny_sample(name: str, size: int) -> tuple[np.ndarray, np.ndarray]:
         image[y : y + 3, x : x + 3] = 220
         mask[y : y + 3, x : x + 3] = 255
     return image, mask
+
+
+@pytest.fixture
+def huge_png() -> bytes:
+    """A PNG of a few bytes whose header promises 20000×20000 pixels."""
+    header = struct.pack(">4sIIBBBBB", b"IHDR", 20000, 20000, 8, 0, 0, 0, 0)
+    header += struct.pack(">I", zlib.crc32(header))
+    return b"\x89PNG\r\n\x1a\n\0\0\0\r" + header + b"\0\0\0\2IDATx\x9c"

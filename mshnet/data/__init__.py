@@ -1,1 +1,1 @@
-"""Data: layouts and checks, built-in scenes, augmentation, feeding. Knows nothing of devices."""
+"""Data: layouts and checks, built-in scenes, augmentation, loaders. Imports no device code."""

@@ -1,14 +1,14 @@
-"""Masks as bits on their way to the device: an eighth of a byte a pixel."""
+"""Masks as bits for the transfer to the device: an eighth of a byte a pixel."""
 
 import torch
 from torch import Tensor
 
 
 def pack(masks: Tensor) -> Tensor:
-    """(B, 1, H, W) of 0 and 1 → uint8 (B, 1, H/8, W), H a multiple of 8.
+    """Pack masks of 0 and 1, (B, 1, H, W), into uint8 (B, 1, H/8, W); H is a multiple of 8.
 
-    Bit k of a byte is the pixel k·H/8 rows below it: unpacked, columns stay where they are, which
-    is how a TPU's lanes want them.
+    Bit k of a byte is the pixel k·H/8 rows below it. So unpacking moves no column, and columns are
+    what a TPU keeps in its lanes.
     """
     b, _, height, width = masks.shape
     parts = masks.to(torch.bool).view(b, 8, height // 8, width)
@@ -16,16 +16,16 @@ def pack(masks: Tensor) -> Tensor:
 
 
 def unpack(bits: Tensor) -> Tensor:
-    """The opposite of :func:`pack`, on any device: bool (B, 1, H, W)."""
+    """Unpack the bits of :func:`pack`, on any device, into bool (B, 1, H, W)."""
     b, _, height, width = bits.shape
     return (bits & _values(bits)).to(torch.bool).view(b, 1, 8 * height, width)
 
 
 def _values(like: Tensor) -> Tensor:
-    """Of the eight bits, uint8 (1, 8, 1, 1).
+    """Return the values of the eight bits, uint8 (1, 8, 1, 1).
 
-    A power, because ``1 << k`` and ``exp2`` have no lowering for XLA; rounded, because that may
-    compute 2**7 by way of logarithms.
+    ``pow`` is used because ``1 << k`` and ``exp2`` have no lowering for XLA, and its result is
+    rounded because XLA may compute 2**7 through logarithms.
     """
     exponents = torch.arange(8, device=like.device, dtype=torch.float32)
     return torch.pow(2, exponents).round().to(torch.uint8).view(1, 8, 1, 1)

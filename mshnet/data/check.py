@@ -1,4 +1,4 @@
-"""``mshnet check-data``: what is in a data set, and what training would stumble over."""
+"""``mshnet check-data``: what a data set holds, and which faults would stop or spoil training."""
 
 import hashlib
 from collections import Counter
@@ -7,46 +7,71 @@ from itertools import chain, product
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
-from tpuscope.errors import RequestError
+from tpuscope import tables
+from tpuscope.errors import RequestError, printable
 from tpuscope.progress import progress
 
 from ..metrics import regions
+from .decode import read_header
 from .layout import SPLITS, DataFolder, Sample
 from .sample_cache import read_sample
 
 SHOWN = 5  # names listed for each kind of finding
+# Share of an image that targets may cover without a warning: in SIRST 0.5 % is the most.
+LARGE = 0.2
 
 
 @dataclass
 class SplitReport:
-    """Findings in one split. Counters count images, names are those of the list."""
+    """Findings in one split. Counters count images; names are those of the list."""
 
     list_file: str = ""
     images: int = 0
     sizes: Counter = field(default_factory=Counter)  # "320×240" → images
-    modes: Counter = field(default_factory=Counter)  # Pillow's mode → images
-    mask_modes: Counter = field(default_factory=Counter)
+    modes: Counter = field(default_factory=Counter)  # Pillow's mode of an image → images
+    mask_modes: Counter = field(default_factory=Counter)  # Pillow's mode of a mask → masks
     coloured: int = 0  # images whose channels differ
     targets: list[int] = field(default_factory=list)  # targets of each image
     areas: list[int] = field(default_factory=list)  # area of each target, pixels
     touched: list[str] = field(default_factory=list)  # masks that were not binary
     empty: list[str] = field(default_factory=list)  # masks without a target
+    large: list[str] = field(default_factory=list)  # masks with more target than LARGE
+    swapped: list[str] = field(default_factory=list)  # the image is binary, the mask is not
     repeated: list[str] = field(default_factory=list)  # names that the list holds twice
     missing: list[str] = field(default_factory=list)  # no image or no mask
     unusable: list[str] = field(default_factory=list)  # unreadable, or sizes differ; with reason
-    mismatched: int = 0  # of these, image and mask differ in size
+    mismatched: int = 0  # of the unusable, image and mask differ in size
     hashes: dict[str, list[str]] = field(default_factory=dict)  # content of the image → names
 
     def errors(self) -> list[str]:
-        """What training would stop at, one line each."""
+        """Return what training would stop at, one line each."""
         lines = [f"missing: {name}" for name in self.missing]
         lines += [f"unusable: {reason}" for reason in self.unusable]
         if self.targets and not self.areas:
             lines.append(
                 "no mask holds a target; masks stored as 0 and 1 must be multiplied by 255"
             )
+        return lines
+
+    def warnings(self) -> list[str]:
+        """Return what training would accept although it is probably wrong, one line each."""
+        lines = []
+        if len(self.swapped) > len(self.targets) / 2:
+            lines.append(
+                f"images and masks look swapped: the image is black and white and the mask is not "
+                f"in {_some(self.swapped)} ({len(self.swapped)} of {len(self.targets)})"
+            )
+        if self.large:
+            lines.append(
+                f"targets cover more than {LARGE:.0%} of {_some(self.large)} ({len(self.large)} "
+                "masks); inverted masks, or images in place of masks?"
+            )
+        same = (dict.fromkeys(names) for names in self.hashes.values())
+        if twins := [" = ".join(names) for names in same if len(names) > 1]:
+            lines.append(f"the same picture under several names: {_some(twins)}")
+        if self.repeated:
+            lines.append(f"the list repeats {_some(self.repeated)}")
         return lines
 
 
@@ -61,26 +86,34 @@ class DataReport:
     shared_content: list[str]  # "train name = test name": the same picture under two names
 
     def errors(self) -> list[str]:
-        """Everything that training would stop at."""
-        found = list(self.problems)
-        for name, split in self.splits.items():
-            found += [f"{name}: {line}" for line in split.errors()]
-        return found
+        """Return everything that training would stop at."""
+        return self.problems + [
+            f"{name}: {line}" for name, split in self.splits.items() for line in split.errors()
+        ]
+
+    def warnings(self) -> list[str]:
+        """Return everything that is probably wrong but does not stop training."""
+        lines = [
+            f"{name}: {line}" for name, split in self.splits.items() for line in split.warnings()
+        ]
+        if self.shared_names:
+            lines.append(f"in train and test: {_some(self.shared_names)}")
+        if self.shared_content:
+            lines.append(f"same picture in train and test: {_some(self.shared_content)}")
+        return lines
 
     def as_dict(self) -> dict:
-        """Plain values for ``--json``."""
-        splits = {}
-        for name, split in self.splits.items():
-            values = dict(vars(split))
-            del values["hashes"]
-            splits[name] = values | {"sizes": dict(split.sizes), "modes": dict(split.modes)}
-            splits[name]["mask_modes"] = dict(split.mask_modes)
+        """Return plain values for ``--json``."""
         return {
             "folder": self.folder,
-            "splits": splits,
+            "splits": {
+                name: {key: value for key, value in vars(split).items() if key != "hashes"}
+                for name, split in self.splits.items()
+            },
             "shared_names": self.shared_names,
             "shared_content": self.shared_content,
             "errors": self.errors(),
+            "warnings": self.warnings(),
         }
 
 
@@ -91,22 +124,20 @@ def check(folder: str | Path) -> DataReport:
         RequestError: there is no data set at all (no folder, no ``images/``, no ``masks/``).
     """
     data = DataFolder(folder)
-    splits, problems = {}, []
+    splits, problems, lists = {}, [], {}
     for name in SPLITS:
         try:
-            names = data.names(name)
-            report = SplitReport(list_file=str(data.list_file(name)))
+            names = lists[name] = data.names(name)
         except RequestError as error:
             problems.append(str(error))
             continue
+        report = splits[name] = SplitReport(list_file=str(data.list_file(name)))
         report.repeated = [n for n, count in Counter(names).items() if count > 1]
         for item in progress(names, f"check {name}"):
             _check_sample(data.locate(item), report)
-        splits[name] = report
     shared, twins = [], []
     if len(splits) == 2:
-        train, test = (data.names(name) for name in SPLITS)
-        shared = sorted(set(train) & set(test))
+        shared = sorted(set.intersection(*map(set, lists.values())))
         first, second = (splits[name].hashes for name in SPLITS)
         pairs = (product(first[key], second[key]) for key in first.keys() & second.keys())
         twins = sorted({f"{a} = {b}" for a, b in chain(*pairs) if a != b})
@@ -124,10 +155,10 @@ def _check_sample(sample: Sample, report: SplitReport) -> None:
         image, mask, touched = read_sample(sample, channels=3)
     except RequestError as error:
         report.unusable.append(str(error))
-        report.mismatched += "must have the same size" in str(error)
+        report.mismatched += error.code == "size-mismatch"
         return
-    report.modes[_mode(sample.image)] += 1
-    report.mask_modes[_mode(sample.mask)] += 1
+    report.modes[read_header(sample.image)[0]] += 1
+    report.mask_modes[read_header(sample.mask)[0]] += 1
     report.sizes[f"{image.shape[1]}×{image.shape[0]}"] += 1
     report.coloured += int((image != image[..., :1]).any())
     content = hashlib.sha256(str(image.shape).encode() + image.tobytes()).hexdigest()
@@ -137,61 +168,47 @@ def _check_sample(sample: Sample, report: SplitReport) -> None:
     report.areas += areas.tolist()
     if touched:
         report.touched.append(sample.name)
+        if ((image == 0) | (image == 255)).all():
+            report.swapped.append(sample.name)
     if not len(areas):
         report.empty.append(sample.name)
+    if mask.mean() > LARGE:
+        report.large.append(sample.name)
 
 
 def table(report: DataReport) -> str:
-    """The report as text: a table of the splits, then findings with their names."""
+    """Return the report as text: a table of the splits, then findings with their names."""
     names = list(report.splits)
-    rows = [[report.folder, *names]]
+    rows = [[report.folder, *names], ["-" * len(name) for name in (report.folder, *names)]]
     for title, cell in _ROWS:
         rows.append([title, *(cell(report.splits[name]) for name in names)])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
-    lines.insert(1, "  ".join("-" * w for w in widths))
+    lines = [tables.table(rows)]
     for name, split in report.splits.items():
-        lines += _findings(name, split)
-    if report.shared_names:
-        lines.append(f"warning: in train and test: {_some(report.shared_names)}")
-    if report.shared_content:
-        lines.append(f"warning: same picture in train and test: {_some(report.shared_content)}")
+        lines += [f"{name}: {line}" for line in _notes(split)]
+    lines += [f"warning: {line}" for line in report.warnings()]
     errors = report.errors()
     lines += [f"error: {line}" for line in errors[: 4 * SHOWN]]
     if len(errors) > 4 * SHOWN:
         lines.append(f"error: … and {len(errors) - 4 * SHOWN} more (--json lists all)")
     lines.append("training would stop at these errors" if errors else "ready for training")
-    return "\n".join(lines)
+    return printable("\n".join(lines))
 
 
-def _mode(path: Path) -> str:
-    """Pillow's mode, from the file's header."""
-    with Image.open(path) as image:
-        return image.mode
-
-
-def _findings(name: str, split: SplitReport) -> list[str]:
+def _notes(split: SplitReport) -> list[str]:
+    """Return what a reader should know although nothing is wrong with it."""
     notes = []
     if split.touched:
         notes.append(
-            f"{name}: not binary, cut at half of the file type's maximum: "
+            "not binary, cut at half of the file type's maximum: "
             f"{_some(split.touched)} ({len(split.touched)} masks)"
         )
     if split.empty:
-        notes.append(f"{name}: no target in {_some(split.empty)} ({len(split.empty)} masks)")
+        notes.append(f"no target in {_some(split.empty)} ({len(split.empty)} masks)")
     if split.coloured:
         notes.append(
-            f"{name}: colour in {split.coloured} of {split.images} images; training takes their "
-            "luma (--channels 3 keeps the colours)"
+            f"colour in {split.coloured} of {split.images} images; training takes their luma "
+            "(--channels 3 keeps the colours)"
         )
-    same = (dict.fromkeys(names) for names in split.hashes.values())
-    twins = [" = ".join(names) for names in same if len(names) > 1]
-    if twins:
-        notes.append(f"warning: {name}: the same picture under several names: {_some(twins)}")
-    if split.repeated:
-        notes.append(f"warning: {name}: the list repeats {_some(split.repeated)}")
     return notes
 
 

@@ -17,22 +17,22 @@ from .augment import augment, resize
 from .bitmask import pack
 from .sample_cache import SampleCache
 
-BLANK = -1  # the index of a black frame, which fills up the last batch of an evaluation
+BLANK = -1  # index of a black frame; such frames fill up the last batch of an evaluation
 
 
 @dataclass(frozen=True)
 class DataShard:
     """One of ``count`` equal slices of every global batch.
 
-    Whoever loads it (a host, a replica), batch k is made of the same samples: slice ``index``
-    holds rows ``index * size`` to ``(index + 1) * size`` of it.
+    Slice ``index`` holds rows ``index * size`` to ``(index + 1) * size``. So global batch k has the
+    same samples, however many hosts or replicas load it.
     """
 
     index: int = 0
     count: int = 1
 
     def size(self, batch_size: int) -> int:
-        """Samples of a global batch that fall to this part; ``count`` must divide it."""
+        """Return the samples of this slice; ``count`` must divide the global batch size."""
         assert batch_size % self.count == 0, (batch_size, self.count)
         return batch_size // self.count
 
@@ -53,7 +53,7 @@ class TrainingSet(Dataset):
         return len(self.store)
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Image (C, crop, crop) and mask (1, crop, crop), both uint8; the mask is 0 or 1."""
+        """Return image (C, crop, crop) and mask (1, crop, crop), both uint8; the mask is 0 or 1."""
         epoch, index = key
         rng = np.random.default_rng([self.seed, epoch, index])
         image, mask = augment(*self.store[index], self.base_size, self.crop_size, rng)
@@ -71,7 +71,7 @@ class EvaluationSet(Dataset):
         return len(self.store)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Image (C, size, size) and mask (1, size, size), both uint8; the mask is 0 or 1."""
+        """Return image (C, size, size) and mask (1, size, size), both uint8; the mask is 0 or 1."""
         if index == BLANK:
             shape = (self.size, self.size)
             return (
@@ -83,15 +83,15 @@ class EvaluationSet(Dataset):
 
 
 class EpochBatches(Sampler):
-    """Every index once an epoch, in an order that depends on seed and epoch alone.
+    """Shuffled batches: every index at most once an epoch, in an order set by seed and epoch alone.
 
-    Yields lists of (epoch, index), one part of one global batch each, so a worker needs no state
-    of its own to know the epoch. The rest that does not fill a global batch is left out (another
-    batch size would be another graph); the shuffle makes it another rest each epoch.
+    Yields lists of (epoch, index), each one process's slice of a global batch; with the epoch in
+    the key a worker needs no state. The remainder that does not fill a global batch is dropped
+    (another batch size would compile another graph); each epoch's shuffle drops other samples.
 
     Attributes:
-        epoch: set before each epoch.
-        start: global batches of this epoch to leave out, for an epoch that was interrupted.
+        epoch: set it before each epoch.
+        start: global batches to skip, for an epoch that was interrupted.
     """
 
     def __init__(self, length: int, batch_size: int, seed: int, part: DataShard):
@@ -113,7 +113,7 @@ class EpochBatches(Sampler):
 
 
 class FilledBatches(Sampler):
-    """All indices in order, in parts of global batches; the last one is filled up with blanks."""
+    """All indices in order; the last global batch is filled up with :data:`BLANK`."""
 
     def __init__(self, length: int, batch_size: int, part: DataShard):
         self.length = length
@@ -133,14 +133,15 @@ class FilledBatches(Sampler):
 def training_loader(
     dataset: TrainingSet, batch_size: int, workers: int, part: DataShard = WHOLE_BATCH
 ) -> DataLoader:
-    """Shuffled batches of one size; set ``loader.batch_sampler.epoch`` before each epoch.
+    """Return a loader of shuffled batches; set ``loader.batch_sampler.epoch`` before each epoch.
 
-    A batch is images, uint8 (B, C, crop, crop), and masks as :func:`~mshnet.data.bitmask.pack`
-    makes them, uint8 (B, 1, crop/8, crop).
+    A batch is images, uint8 (B, C, crop, crop), and masks packed by
+    :func:`~mshnet.data.bitmask.pack`, uint8 (B, 1, crop/8, crop).
 
     Args:
-        batch_size: global.
-        part: what this process loads of each global batch.
+        batch_size: samples of a global batch.
+        workers: loader processes; 0 loads in this one.
+        part: slice of each global batch that this process loads.
     """
     batches = EpochBatches(len(dataset), batch_size, dataset.seed, part)
     return DataLoader(dataset, batch_sampler=batches, **_worker_options(workers))
@@ -149,7 +150,7 @@ def training_loader(
 def evaluation_loader(
     dataset: EvaluationSet, batch_size: int, workers: int, part: DataShard = WHOLE_BATCH
 ) -> DataLoader:
-    """All samples in order, in batches as of :func:`training_loader`.
+    """Return a loader of all samples in order, in batches as of :func:`training_loader`.
 
     The last batch is filled up with black frames to keep its shape.
     """
@@ -172,12 +173,12 @@ def _collate(samples: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
 
 
 def _leave_signals_to_the_trainer(worker: int) -> None:
-    """A worker inherits handlers that are not meant for it; Ctrl-C reaches it, too."""
+    """Reset the signal handlers that a worker inherits; Ctrl-C reaches the whole group."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def channels_first(array: np.ndarray) -> Tensor:
-    """(H, W) or (H, W, C) → (C, H, W), copied."""
+    """Copy (H, W) or (H, W, C) into a tensor (C, H, W)."""
     array = array[None] if array.ndim == 2 else array.transpose(2, 0, 1)
     return torch.from_numpy(np.array(array, order="C"))  # a copy: Pillow's arrays are read-only

@@ -9,12 +9,12 @@ from .layout import DataFolder
 from .sample_cache import SampleCache
 from .scenes import write_scenes
 
-BUILT_IN = Path("datasets")  # where the built-in scenes are written, below the current folder
+BUILT_IN = Path("datasets")  # folder of the built-in scenes, relative to the current folder
 TRAIN_SCENES, TEST_SCENES = 200, 50
 
 
 def built_in_scenes(size: int) -> Path:
-    """The folder of built-in scenes of size × size, written on first use.
+    """Return the folder of built-in scenes of size × size pixels; write it on first use.
 
     Raises:
         RequestError: the folder cannot be written.
@@ -27,12 +27,19 @@ def built_in_scenes(size: int) -> Path:
     except (OSError, ValueError) as error:
         raise RequestError(
             f"the built-in scenes cannot be written to {folder.resolve()} ({error}); "
-            "work in another folder, or name a data set with --dataset-dir"
+            "work in another folder, or name a data set with --dataset-dir",
+            "unwritable-scenes",
         ) from error
 
 
 def open_split(folder: str | Path, split: str, channels: int, cache: str) -> SampleCache:
     """Read and check one split.
+
+    Args:
+        folder: a data set, see :mod:`~mshnet.data.layout`.
+        split: ``"train"`` or ``"test"``.
+        channels: 1 (grey) or 3.
+        cache: ``"ram"``, ``"disk"`` or ``"none"``.
 
     Raises:
         RequestError: anything that training or testing would hit later.
@@ -41,13 +48,14 @@ def open_split(folder: str | Path, split: str, channels: int, cache: str) -> Sam
     if len(store.empty) == len(store):
         raise RequestError(
             f"no mask of the {split} split of {folder} holds a target; a pixel is target from half "
-            "of the file type's maximum on, so masks stored as 0 and 1 must be multiplied by 255"
+            "of the file type's maximum on, so masks stored as 0 and 1 must be multiplied by 255",
+            "no-target",
         )
     return store
 
 
 def describe(store: SampleCache, split: str) -> str:
-    """One line for people: how many images, and what was unusual about their masks."""
+    """Return one line for people: how many images, and what was unusual about their masks."""
     text = f"{split}: {len(store)} images"
     if store.touched:
         text += f", {len(store.touched)} masks were not binary and were cut at half of the maximum"

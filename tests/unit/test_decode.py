@@ -1,15 +1,18 @@
 """Every kind of file becomes the same arrays, or a message that names it."""
 
 import io
+import os
+import socket
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import EpsImagePlugin, Image
 
 from mshnet import RequestError
 from mshnet.data.decode import open_image, read_image, read_mask
+from mshnet.data.scenes import render_scene
 
 GREY = np.arange(0, 240, dtype=np.uint8).reshape(12, 20)
 
@@ -20,13 +23,12 @@ def saved(path, array, mode=None):
     return path
 
 
-def refusal(read, path):
+def refuses(read, path, code):
     with pytest.raises(RequestError) as caught:
         read(path)
-    message = str(caught.value)
-    assert str(path) in message
-    assert "\n" not in message
-    return message
+    assert caught.value.code == code
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 # --- images --------------------------------------------------------------------------------------
@@ -80,6 +82,22 @@ def test_16_bits_are_stretched_from_minimum_to_maximum(tmp_path):
 def test_a_constant_16_bit_frame_is_black(tmp_path):
     path = saved(tmp_path / "x.png", np.full((4, 4), 9000, np.uint16))
     assert not read_image(path).any()
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+def test_pixels_that_are_no_numbers_take_no_part_in_the_stretch(tmp_path, wrong):
+    """One NaN made the whole frame black."""
+    values = GREY.astype(np.float32)
+    values[5, 7] = wrong
+    Image.fromarray(values).save(tmp_path / "x.png", "TIFF")  # PNG has no float
+    expected = np.round(GREY / 239 * 255)
+    expected[5, 7] = 255 if wrong == np.inf else 0
+    np.testing.assert_array_equal(read_image(tmp_path / "x.png"), expected)
+
+
+def test_a_frame_without_any_number_is_black(tmp_path):
+    Image.fromarray(np.full((4, 4), np.nan, np.float32)).save(tmp_path / "x.png", "TIFF")
+    assert not read_image(tmp_path / "x.png").any()
 
 
 # --- masks ---------------------------------------------------------------------------------------
@@ -143,29 +161,99 @@ def test_transparent_target_pixels_are_targets(tmp_path):
 # --- damaged files -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("read", [read_image, read_mask])
+READERS = pytest.mark.parametrize("read", [read_image, read_mask])
+
+
+@READERS
 def test_a_truncated_png(tmp_path, read):
     path = saved(tmp_path / "x.png", GREY)
     path.write_bytes(path.read_bytes()[:-60])
-    assert "copy it again" in refusal(read, path)
+    refuses(read, path, "damaged-file")
 
 
-@pytest.mark.parametrize("read", [read_image, read_mask])
+@READERS
 @pytest.mark.parametrize("content", [b"this is no picture\n", b"", b"<html>not found</html>"])
 def test_a_file_that_is_no_picture(tmp_path, read, content):
     path = tmp_path / "x.png"
     path.write_bytes(content)
-    assert "copy it again" in refusal(read, path)
+    refuses(read, path, "damaged-file")
 
 
 def test_a_missing_file(tmp_path):
-    assert "does not exist" in refusal(read_image, tmp_path / "x.png")
+    refuses(read_image, tmp_path / "x.png", "missing-file")
 
 
-def test_a_picture_too_large_to_be_true(tmp_path, monkeypatch):
-    path = saved(tmp_path / "x.png", GREY)
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
-    refusal(read_image, path)
+@READERS
+def test_a_header_too_large_to_be_true(tmp_path, huge_png, read):
+    (tmp_path / "x.png").write_bytes(huge_png)
+    refuses(read, tmp_path / "x.png", "damaged-file")
+
+
+@READERS
+@pytest.mark.parametrize("kind", ["pipe", "socket", "folder", "device"])
+def test_only_regular_files_are_opened(tmp_path, monkeypatch, read, kind):
+    """To open a pipe waits for somebody who writes to it."""
+    monkeypatch.chdir(tmp_path)  # a socket's path has at most 107 bytes
+    path = tmp_path / "x.png"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as opened:
+            opened.bind("x.png")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero")
+    refuses(read, path, "not-a-file")
+
+
+def test_no_other_program_is_started(tmp_path, monkeypatch):
+    """Pillow starts Ghostscript for an EPS, whatever the suffix."""
+    gs = tmp_path / "gs"
+    gs.write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
+    gs.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
+    path = tmp_path / "x.png"
+    path.write_bytes(
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n%%EOF\n"
+    )
+    refuses(read_image, path, "damaged-file")
+    assert not (tmp_path / "started").exists()
+
+
+def flipped(content, bit):
+    wrong = bytearray(content)
+    wrong[bit // 8] ^= 1 << bit % 8
+    return wrong
+
+
+def test_every_flipped_bit_of_a_mask_is_found_or_harmless(tmp_path):
+    """PNG data have checksums, which Pillow does not compare when it decodes."""
+    path = saved(tmp_path / "m.png", render_scene(0, 0, 64)[1])
+    content, (mask, _) = path.read_bytes(), read_mask(path)
+    found = 0
+    for bit in range(8 * len(content)):
+        path.write_bytes(flipped(content, bit))
+        try:
+            np.testing.assert_array_equal(read_mask(path)[0], mask)
+        except RequestError as error:
+            assert str(path) in str(error)
+            found += 1
+    assert found > 7 * len(content)
+
+
+@settings(max_examples=100, deadline=None)
+@given(place=st.floats(0, 1, exclude_max=True))
+def test_a_flipped_bit_of_an_image_is_found_or_harmless(tmp_path_factory, place):
+    path = tmp_path_factory.mktemp("flip") / "x.png"
+    scene = render_scene(0, 0, 64)[0]
+    content = saved(path, scene).read_bytes()
+    path.write_bytes(flipped(content, int(place * 8 * len(content))))
+    try:
+        np.testing.assert_array_equal(read_image(path), scene)
+    except RequestError as error:
+        assert str(path) in str(error)
 
 
 @settings(max_examples=25, deadline=None)

@@ -1,5 +1,7 @@
 """Lists and files of a data set, as people really have them."""
 
+import os
+
 import pytest
 
 from mshnet import RequestError
@@ -23,10 +25,11 @@ def index(folder, **lists):
         (folder / "img_idx" / f"{name}.txt").write_bytes(content)
 
 
-def refusal(call, *arguments):
-    """The message of the RequestError, which must be one line."""
+def refusal(code, call, *arguments):
+    """The message of the RequestError, which has this code and is one line."""
     with pytest.raises(RequestError) as caught:
         call(*arguments)
+    assert caught.value.code == code
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -66,8 +69,8 @@ def test_of_several_lists_the_one_named_after_the_folder_is_taken(tmp_path, monk
 def test_several_lists_of_other_names_are_refused(tmp_path):
     make(tmp_path)
     index(tmp_path, train_ONE=b"a\n", train_TWO=b"b\n")
-    message = refusal(DataFolder(tmp_path).names, "train")
-    for part in (str(tmp_path / "img_idx"), "train_ONE.txt, train_TWO.txt", "keep one"):
+    message = refusal("several-lists", DataFolder(tmp_path).names, "train")
+    for part in (str(tmp_path / "img_idx"), "train_ONE.txt, train_TWO.txt"):
         assert part in message
 
 
@@ -128,9 +131,16 @@ def test_other_files_are_no_images(tmp_path):
 
 
 def test_a_missing_folder(tmp_path):
-    message = refusal(DataFolder, tmp_path / "nowhere")
+    message = refusal("missing-folder", DataFolder, tmp_path / "nowhere")
     assert str(tmp_path / "nowhere") in message
     assert "datasets/README.md" in message
+
+
+def test_a_file_in_place_of_the_folder(tmp_path):
+    (tmp_path / "set.zip").touch()
+    message = refusal("not-a-folder", DataFolder, tmp_path / "set.zip")
+    assert str(tmp_path / "set.zip") in message
+    assert "--stage" in message
 
 
 @pytest.mark.parametrize("part", ["images", "masks"])
@@ -139,38 +149,47 @@ def test_a_missing_part(tmp_path, part):
     for file in (tmp_path / part).iterdir():
         file.unlink()
     (tmp_path / part).rmdir()
-    message = refusal(DataFolder, tmp_path)
-    assert f"{tmp_path} has no folder {part}/" in message
-    assert "expected" in message
+    message = refusal("no-data-set", DataFolder, tmp_path)
+    assert str(tmp_path) in message and f"{part}/" in message
 
 
 @pytest.mark.parametrize("split, file", [("train", "trainval.txt"), ("test", "test.txt")])
 def test_a_missing_list(tmp_path, split, file):
-    message = refusal(DataFolder(make(tmp_path)).names, split)
-    for part in (f"{tmp_path} has no {split} list", file, f"img_idx/{split}_{tmp_path.name}.txt"):
+    message = refusal("missing-list", DataFolder(make(tmp_path)).names, split)
+    for part in (str(tmp_path), file, f"img_idx/{split}_{tmp_path.name}.txt"):
         assert part in message
 
 
 @pytest.mark.parametrize("content", [b"", b"\n \r\n"])
 def test_an_empty_list(tmp_path, content):
-    message = refusal(DataFolder(make(tmp_path, trainval=content)).names, "train")
-    assert f"{tmp_path / 'trainval.txt'} is empty" in message
+    message = refusal("empty-list", DataFolder(make(tmp_path, trainval=content)).names, "train")
+    assert str(tmp_path / "trainval.txt") in message
 
 
 def test_a_list_that_is_no_text(tmp_path):
     make(tmp_path, trainval=b"\x89PNG\xff\xfe")
-    message = refusal(DataFolder(tmp_path).names, "train")
-    assert f"{tmp_path / 'trainval.txt'} is not a text file" in message
+    message = refusal("not-text", DataFolder(tmp_path).names, "train")
+    assert str(tmp_path / "trainval.txt") in message
+
+
+def test_a_list_that_is_a_pipe_is_not_opened(tmp_path):
+    make(tmp_path)
+    index(tmp_path)
+    os.mkfifo(tmp_path / "img_idx" / "train_SET.txt")
+    message = refusal("not-a-file", DataFolder(tmp_path).names, "train")
+    assert str(tmp_path / "img_idx" / "train_SET.txt") in message
+
+
+def test_control_characters_of_a_list_do_not_reach_the_terminal(tmp_path):
+    make(tmp_path, trainval="\x1b]0;mine\x07\x1b[2J\u202e\n".encode())
+    message = refusal("missing-file", DataFolder(tmp_path).samples, "train")
+    assert message.isprintable()
+    assert r"\x1b]0;mine\x07\x1b[2J\u202e" in message
 
 
 @pytest.mark.parametrize("images, masks, kind", [("a", "abc", "image"), ("abc", "a", "mask")])
 def test_missing_files(tmp_path, images, masks, kind):
     make(tmp_path, list(images), list(masks), trainval=b"a\nb\nc\n")
-    message = refusal(DataFolder(tmp_path).samples, "train")
-    for part in (
-        str(tmp_path / "trainval.txt"),
-        "b (and 1 more)",
-        f"{tmp_path}/{kind}s",
-        "check-data",
-    ):
+    message = refusal("missing-file", DataFolder(tmp_path).samples, "train")
+    for part in (str(tmp_path / "trainval.txt"), "b (and 1 more)", f"{tmp_path}/{kind}s"):
         assert part in message

@@ -2,15 +2,17 @@
 
 import csv
 import json
+import os
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, PngImagePlugin
 from torch import nn
 
-from mshnet import MSHNet, RequestError
+from mshnet import MSHNet, RequestError, api
 from mshnet.predict import detections, find_images, predict
 from mshnet.training import backend as backends
 
@@ -81,8 +83,9 @@ def test_files_folders_and_patterns(frames, monkeypatch, inputs, expected):
 @pytest.mark.parametrize("wrong", ["nowhere.png", "*.tif", "empty"])
 def test_what_names_no_image_is_refused(frames, wrong):
     (frames / "empty").mkdir()
-    with pytest.raises(RequestError, match="names no image") as caught:
+    with pytest.raises(RequestError) as caught:
         find_images([str(frames / "b.png"), str(frames / wrong)])
+    assert caught.value.code == "no-images"
     assert str(frames / wrong) in str(caught.value)
 
 
@@ -209,13 +212,98 @@ def test_the_table_tells_equal_names_apart(tmp_path, cpu):
     assert rows[0]["image"] != rows[1]["image"]
 
 
+def test_a_name_that_is_no_utf_8_keeps_its_bytes(tmp_path, cpu):
+    name = os.fsdecode(b"fr\xff\xe9me.png")
+    path = frame(tmp_path / name, SIZE, SIZE, (8, 8, 8, 8))
+    out = tmp_path / "out"
+    rows = predict(Bright(), cpu, [path], out, SIZE)
+    assert [row["image"] for row in rows] == [str(path)]
+    assert sorted(p.name for p in (out / "masks").iterdir()) == [name]
+    assert os.fsencode(path) in (out / "detections.csv").read_bytes()
+    (row,) = json.loads((out / "detections.json").read_text())
+    assert os.fsencode(row["image"]) == os.fsencode(path)
+
+
+# --- from weights and a request ------------------------------------------------------------------
+
+
+@pytest.fixture
+def request_for(tmp_path):
+    """Runs `mshnet predict` with a small network's weights."""
+    sizes = {"widths": (2, 2, 4, 4, 4), "depths": (1, 1, 1, 1, 1)}
+    torch.save(MSHNet(**sizes).state_dict(), tmp_path / "weight.pkl")
+    settings = {"weight_path": str(tmp_path / "weight.pkl"), "device": "cpu", "base_size": SIZE}
+
+    def run(inputs, out):
+        return api.predict_files(settings | sizes | {"batch_size": 2}, inputs, out, lambda _: None)
+
+    return run
+
+
+def test_each_image_is_decoded_once(tmp_path, request_for, monkeypatch):
+    for i in range(5):
+        frame(tmp_path / "in" / f"{i}.png", 40, 40, (5, 5, 6, 6), mode="RGB")
+    decoded, prepare = Counter(), PngImagePlugin.PngImageFile.load_prepare
+
+    def count(image):
+        decoded[image.fp.name] += 1
+        prepare(image)
+
+    monkeypatch.setattr(PngImagePlugin.PngImageFile, "load_prepare", count)
+    request_for([str(tmp_path / "in")], tmp_path / "out")
+    assert decoded == {str(tmp_path / "in" / f"{i}.png"): 1 for i in range(5)}
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("part", ["masks", "overlays"])
+@pytest.mark.parametrize("link", [False, True])
+def test_an_output_never_replaces_an_input(tmp_path, request_for, part, link):
+    frame(tmp_path / "shots" / part / "a.png", 20, 20)
+    frame(tmp_path / "b.png", 20, 20)
+    inputs = tmp_path / "shots" / part
+    if link:
+        (tmp_path / "by another name").symlink_to(inputs)
+        inputs = tmp_path / "by another name"
+    before = contents(tmp_path)
+    with pytest.raises(RequestError) as caught:
+        request_for([str(tmp_path / "b.png"), str(inputs)], tmp_path / "shots")
+    assert caught.value.code == "output-is-input"
+    assert str(tmp_path / "shots" / part / "a.png") in str(caught.value)
+    assert contents(tmp_path) == before
+
+
+def test_an_output_that_is_a_link_to_an_input(tmp_path, request_for):
+    path = frame(tmp_path / "a.png", 20, 20)
+    (tmp_path / "out" / "masks").mkdir(parents=True)
+    (tmp_path / "out" / "masks" / "a.png").symlink_to(path)
+    with pytest.raises(RequestError) as caught:
+        request_for([str(path)], tmp_path / "out")
+    assert caught.value.code == "output-is-input"
+
+
+def test_a_damaged_image_is_found_before_anything_is_written(tmp_path, request_for):
+    frame(tmp_path / "a.png", 20, 20)
+    wrong = bytearray(frame(tmp_path / "b.png", 20, 20, (2, 2, 5, 5)).read_bytes())
+    wrong[-20] ^= 1
+    (tmp_path / "b.png").write_bytes(wrong)
+    with pytest.raises(RequestError) as caught:
+        request_for([str(tmp_path / "a.png"), str(tmp_path / "b.png")], tmp_path / "out")
+    assert caught.value.code == "damaged-file"
+    assert str(tmp_path / "b.png") in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
 # --- wrong requests ------------------------------------------------------------------------------
 
 
 def test_an_output_that_is_a_file_is_refused(tmp_path, cpu):
     (tmp_path / "out").write_text("mine")
-    with pytest.raises(RequestError, match="choose another folder") as caught:
+    with pytest.raises(RequestError) as caught:
         predict(Bright(), cpu, [frame(tmp_path / "x.png", 20, 20)], tmp_path / "out", SIZE)
+    assert caught.value.code == "unwritable"
     assert str(tmp_path / "out") in str(caught.value)
     assert (tmp_path / "out").read_text() == "mine"
 

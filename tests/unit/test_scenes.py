@@ -1,6 +1,7 @@
 """The built-in scenes: reproducible, well-formed, findable, and not solved by a threshold."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,12 @@ from mshnet.data.scenes import render_scene, write_scenes
 EIGHT = np.ones((3, 3))  # targets are 8-connected regions, as the metrics count them
 SEEDS = st.integers(0, 2**32)
 INDICES = st.integers(0, 2**20)
+# Every 16th pixel of scenes 0, 1 and the first of the test split, seed 0, 64×64.
+PIXELS = [
+    [[157, 201, 187, 175], [104, 22, 26, 23], [24, 21, 21, 19], [62, 110, 26, 32]],
+    [[83, 89, 89, 88], [101, 97, 100, 98], [124, 152, 126, 121], [125, 125, 119, 113]],
+    [[51, 133, 45, 76], [67, 137, 172, 55], [118, 105, 103, 114], [132, 129, 130, 133]],
+]
 
 
 def targets_of(mask):
@@ -38,6 +45,12 @@ def test_same_arguments_same_scene(seed, index, size):
     first, second = render_scene(seed, index, size), render_scene(seed, index, size)
     np.testing.assert_array_equal(first[0], second[0])
     np.testing.assert_array_equal(first[1], second[1])
+
+
+def test_the_pixels_of_a_version_stay():
+    """Other pixels need another VERSION; one grey level is left to other mathematical libraries."""
+    rows = [render_scene(0, index, 64)[0][::16, ::16] for index in (0, 1, scenes._TEST_START)]
+    np.testing.assert_allclose(np.int64(rows), PIXELS, atol=1)
 
 
 def test_drawing_order_does_not_matter():
@@ -96,7 +109,7 @@ def test_field_has_the_spectrum_asked_for():
 
 @pytest.mark.parametrize("arguments", [(0, 0, 31), (-1, 0, 64), (0, -1, 64)])
 def test_impossible_arguments(arguments):
-    with pytest.raises(ValueError, match=r"size is 31|negative"):
+    with pytest.raises(ValueError, match=r"31|-1"):
         render_scene(*arguments)
 
 
@@ -193,11 +206,12 @@ def test_an_interrupted_write_is_completed(tmp_path, monkeypatch):
     assert all((whole / f).read_bytes() == (part / f).read_bytes() for f in files)
 
 
-def test_a_lost_file_comes_back(tmp_path):
+@pytest.mark.parametrize("lose", [Path.unlink, lambda path: path.write_bytes(b"")])
+def test_a_file_that_is_lost_or_emptied_by_a_power_cut_is_drawn_again(tmp_path, lose):
     folder = write(tmp_path)
     lost = next((folder / "masks").iterdir())
     content = lost.read_bytes()
-    lost.unlink()
+    lose(lost)
     write(tmp_path)
     assert lost.read_bytes() == content
 
@@ -211,7 +225,7 @@ def test_more_training_scenes_leave_the_test_scenes_alone(tmp_path):
 
 def test_a_folder_with_other_things_is_refused(tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(ValueError, match="not empty") as caught:
+    with pytest.raises(ValueError) as caught:
         write(tmp_path)
     assert str(tmp_path) in str(caught.value)
     assert [f.name for f in tmp_path.iterdir()] == ["thesis.txt"]
@@ -220,7 +234,7 @@ def test_a_folder_with_other_things_is_refused(tmp_path):
 @pytest.mark.parametrize("change", [{"seed": 8}, {"size": 64}, {"train": 4}])
 def test_a_folder_with_other_scenes_is_refused(tmp_path, change):
     before = state(write(tmp_path))
-    with pytest.raises(ValueError, match="other scenes") as caught:
+    with pytest.raises(ValueError) as caught:
         write(tmp_path, **change)
     assert str(tmp_path) in str(caught.value)
     assert state(tmp_path) == before
@@ -228,8 +242,9 @@ def test_a_folder_with_other_scenes_is_refused(tmp_path, change):
 
 def test_an_unreadable_card_is_refused(tmp_path):
     (tmp_path / "scenes.json").write_text("{")
-    with pytest.raises(ValueError, match="unreadable"):
+    with pytest.raises(ValueError) as caught:
         write(tmp_path)
+    assert str(tmp_path) in str(caught.value)
 
 
 @pytest.mark.parametrize("change", [{"train": 0}, {"test": 0}, {"size": 8}, {"seed": -1}])

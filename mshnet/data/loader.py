@@ -175,6 +175,8 @@ def _leave_signals_to_the_trainer(worker: int) -> None:
     """A worker inherits handlers that are not meant for it; Ctrl-C reaches it, too."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if hasattr(signal, "SIGHUP"):  # not on Windows
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def channels_first(array: np.ndarray) -> Tensor:

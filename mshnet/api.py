@@ -29,9 +29,10 @@ from .training.backup import Backup
 from .training.config import Config
 from .training.evaluation import evaluate, protocol, result_line
 from .training.preemption import Session, signals
-from .training.resume import settings
+from .training.resume import AUTO, settings
 from .training.step import Normalize
 from .training.trainer import Trainer, bytes_of_a_run
+from .training.training_state import recorded_config
 
 Log = Callable[[str], None]
 
@@ -73,7 +74,10 @@ def train(overrides: dict, resume: str | None = None, log: Log = print) -> dict:
         if config.weight_path:
             _model(config, config.weight_path)
         size = bytes_of_a_run(config.widths, config.depths)
-        run_folder, created = run_dir.claim(config.save_dir, size, resuming=state is not None)
+        run_folder, created = run_dir.claim(
+            config.save_dir, size, resuming=state is not None, auto=resume == AUTO
+        )
+        config = dataclasses.replace(config, save_dir=str(run_folder))
         run = _Run(_with_absolute_paths(config), run_folder, data_folder, checkpoint_path)
         try:
             if checkpoint_path:
@@ -102,8 +106,7 @@ def train(overrides: dict, resume: str | None = None, log: Log = print) -> dict:
             session = Session(config.save_minutes, config.max_minutes, stop_requested, started)
             return _train(run, stores, _backend(config, log), state, session, log)
         finally:
-            if created:
-                run_dir.release(run_folder)
+            run_dir.release(run_folder, created)
 
 
 def _replica(replicas: replicas.Replicas, run: _Run, started: float, log: Log) -> dict:
@@ -246,15 +249,15 @@ def _for_weights(overrides: dict, wanted: str) -> Config:
     """Settings for using weights: image size and network are those they were trained with."""
     if not overrides.get("weight_path"):
         raise RequestError(f"--weight-path is missing: name {wanted}")
-    recorded = checkpoint.load(overrides["weight_path"]).get("config")
-    recorded = recorded if isinstance(recorded, dict) else {}
+    path = overrides["weight_path"]
+    recorded = recorded_config(checkpoint.load(path), path)
     names = ("base_size", "channels", "widths", "depths")
     return Config.from_dict({k: recorded[k] for k in names if k in recorded} | overrides)
 
 
 def _with_absolute_paths(config: Config) -> Config:
     """So that a run can be resumed from another working folder."""
-    names = ("dataset_dir", "weight_path", "compile_cache", "backup")
+    names = ("dataset_dir", "weight_path", "compile_cache", "backup", "save_dir")
     overrides = {name: getattr(config, name) for name in names}
     paths = {name: str(Path(path).resolve()) for name, path in overrides.items() if path}
     return dataclasses.replace(config, **paths)

@@ -28,24 +28,27 @@ def overlay(image: np.ndarray, mask: np.ndarray) -> np.ndarray:
 def curves(records: Sequence[dict], path: Path | None = None) -> Picture:
     """Loss, overlap and detection over epochs.
 
+    A number that a record lacks leaves a gap.
+
     Args:
-        records: lines of ``metrics.jsonl``.
+        records: lines of ``metrics.jsonl``, see :func:`mshnet.training.run_dir.read_log`.
         path: where to save the picture, if anywhere.
     """
     epochs = [record["epoch"] + 1 for record in records]
     figure = Picture(figsize=(13, 3.8), layout="constrained")
     loss, overlap, detection = figure.subplots(1, 3)
-    loss.plot(epochs, [r["loss"] for r in records], ".-", color="#444")
+    loss.plot(epochs, _values(records, "loss"), ".-", color="#444")
     loss.set_title("training loss")
     for key, label, colour in (("iou", "IoU", "#0a84ff"), ("niou", "nIoU", "#5e5ce6")):
-        overlap.plot(epochs, [_percent(r[key]) for r in records], ".-", label=label, color=colour)
+        overlap.plot(epochs, _values(records, key, 100), ".-", label=label, color=colour)
     overlap.set(title="overlap on test, %", ylim=(0, 100))
     overlap.legend()
-    pd = [_percent(r["pd"]) for r in records]
-    lines = detection.plot(epochs, pd, ".-", color=HIT, label="Pd, % (left)")
+    lines = detection.plot(
+        epochs, _values(records, "pd", 100), ".-", color=HIT, label="Pd, % (left)"
+    )
     detection.set(title="detection on test", ylim=(0, 103))
     alarms = detection.twinx()
-    fa = [max(1e6 * r["fa"], 0.1) for r in records]
+    fa = _values(records, "fa", 1e6).clip(min=0.1)  # 0 has no place on a logarithmic axis
     lines += alarms.plot(epochs, fa, ".-", color=FALSE_ALARM, label="Fa, 1e-6 of pixels (right)")
     alarms.set_yscale("log")
     detection.legend(handles=lines, loc="best", fontsize=8)
@@ -119,5 +122,11 @@ def _circle(axis: Axes, centre: np.ndarray, area: int, shape: tuple[int, int], c
     axis.add_patch(Circle(centre[::-1], radius, fill=False, color=colour, linewidth=1.5))
 
 
-def _percent(value: float | None) -> float:
-    return float("nan") if value is None else 100 * value
+def _values(records: Sequence[dict], key: str, scale: float = 1.0) -> np.ndarray:
+    """Return a number of each record, times ``scale``; NaN where there is none."""
+    values = np.full(len(records), np.nan)
+    for i, record in enumerate(records):
+        value = record.get(key)
+        if isinstance(value, int | float):
+            values[i] = scale * value
+    return values

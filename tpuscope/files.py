@@ -2,8 +2,9 @@
 
 import contextlib
 import os
+import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -37,6 +38,22 @@ def write_part(path: Path, write: Callable[[BinaryIO], object]) -> Path:
             part.unlink()
         raise
     return part
+
+
+def remove_parts(folder: Path, names: Iterable[str]) -> None:
+    """Remove the temporary files that killed processes left in :func:`write_part`.
+
+    Args:
+        folder: in which no living process writes these files.
+        names: of the files; temporary files of others stay.
+
+    Raises:
+        OSError: the folder cannot be read or written.
+    """
+    own = re.compile(rf"\.({'|'.join(map(re.escape, names))})\.\d+\.part")
+    for path in folder.iterdir():
+        if own.fullmatch(path.name) and path.is_file():
+            path.unlink(missing_ok=True)
 
 
 def write_atomic(path: Path, content: bytes | str | Callable[[BinaryIO], object]) -> None:

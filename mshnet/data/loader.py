@@ -176,6 +176,8 @@ def _leave_signals_to_the_trainer(worker: int) -> None:
     """Reset the signal handlers that a worker inherits; Ctrl-C reaches the whole group."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if hasattr(signal, "SIGHUP"):  # not on Windows
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def channels_first(array: np.ndarray) -> Tensor:

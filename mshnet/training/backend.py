@@ -17,12 +17,12 @@ from tpuscope.engine.replicas import Replicas
 from tpuscope.engine.spmd import DataMesh
 from tpuscope.engine.torch_xla import Counters
 from tpuscope.errors import RequestError
+from tpuscope.files import require_writable
 
 from .. import model_tpu
 from ..data.loader import WHOLE_BATCH, DataShard
 from .config import Config
 from .malloc import keep_freed_memory
-from .run_dir import require_writable
 
 Step = Callable[..., tuple[Tensor, ...]]
 

@@ -1,7 +1,7 @@
 """A second copy of a run, usually on Drive, made in the background while training goes on.
 
-Training writes to the local disk alone. Whatever happens to the copy (Drive is slow, full,
-read-only, unmounted, its folder deleted) is said in a line, and tried again.
+Training writes to the local disk only. Whatever happens to the copy (Drive is slow, full,
+read-only, unmounted, its folder deleted) is reported in one line, and the copy is tried again.
 """
 
 import contextlib
@@ -13,23 +13,26 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tpuscope.drives import mount_of
+from tpuscope.files import remove_parts, write_part
 
 from .checkpoint import CHECKPOINT, PREVIOUS, WEIGHTS, is_whole
+from .run_dir import FILES
 
 BLOCK = 1 << 20
-SOON = 5.0  # seconds that close() waits before it says that it waits
+SOON = 5.0  # seconds that close() waits before it reports that it waits
 
 
 class Backup:
-    """Copies a run's folder to another one again and again; never touches the local files.
+    """Copies a run's folder to another one whenever asked; never changes the local files.
 
     A copy is written under a temporary name, read back and compared, and only then renamed. So
     the target always holds whole files: the best weights, a checkpoint, the checkpoint before.
 
     Args:
         folder: the run's folder, on the local disk.
-        target: where the copy goes; made if needed. That it cannot be written is said, no more.
-        log: takes a line for people; called from another thread.
+        target: the folder of the copy; made if needed. If it cannot be written, a message says so
+            and training goes on.
+        log: takes a message for people; called from another thread.
         retry: seconds between attempts while something is wrong.
     """
 
@@ -48,17 +51,17 @@ class Backup:
         self._thread.start()
 
     def request(self) -> None:
-        """Something changed. Returns at once; requests during a copy make one more copy."""
+        """Ask for a copy and return at once; requests during a copy make one more copy."""
         with self._wake:
             self._asked = True
             self._wake.notify()
 
     def close(self, patience: float = 120.0) -> list[str]:
-        """Make the last copy, and say how it went.
+        """Make the last copy, and report the outcome.
 
         Args:
-            patience: seconds to wait at most. A copy that still hangs then is left to itself; it
-                does not keep the process alive.
+            patience: seconds to wait at most. A copy that still hangs then is abandoned; its
+                thread does not keep the process alive.
 
         Returns:
             Names of the files that did not arrive.
@@ -71,7 +74,7 @@ class Backup:
             self._log(f"backup to {self.target}: copying, for {patience - SOON:.0f} s more at most")
             self._thread.join(patience - SOON)
         late = self._thread.is_alive()
-        # Asked of the local disk and of memory alone: the target may hang.
+        # From the local disk and memory only: the target may hang.
         states = {name: _state((self.folder / name).stat()) for name in self._names()}
         missing = sorted(name for name in states if self._verified.get(name) != states[name])
         if missing:
@@ -91,8 +94,7 @@ class Backup:
         self._point = mount_of(self.target)[0]
         with contextlib.suppress(OSError):
             self._require_target()
-            for part in self.target.glob(".*.part"):  # left by a process that was killed
-                part.unlink()
+            remove_parts(self.target, {*FILES, *self._names()})
         closing = False
         while not closing:
             with self._wake:
@@ -102,7 +104,7 @@ class Backup:
             self._pass()
 
     def _pass(self) -> None:
-        """Copy what is new; say what is new about the trouble."""
+        """Copy what is new; report trouble when it begins and when it ends."""
         try:
             self._copy()
             trouble = None
@@ -118,10 +120,10 @@ class Backup:
         self._trouble = trouble
 
     def _copy(self) -> None:
-        """Bring every file that can be brought.
+        """Copy every file that can be copied.
 
         Raises:
-            OSError: the first that stood in the way.
+            OSError: the first failure; the other files have been copied.
         """
         errors: dict[str, OSError] = {}
         for name, source in self._sources():
@@ -130,7 +132,7 @@ class Backup:
                 self._require_target()
                 if not self._has(name, source, state):
                     if name == CHECKPOINT and WEIGHTS in errors:
-                        raise errors[WEIGHTS]  # no checkpoint speaks of a best that is not there
+                        raise errors[WEIGHTS]  # a checkpoint needs the best weights it names
                     _place(
                         source,
                         self.target / name,
@@ -144,14 +146,14 @@ class Backup:
             raise error
 
     def _names(self) -> list[str]:
-        # The target's checkpoint before the newest comes about by renaming.
+        # The target's previous checkpoint is made by renaming.
         return [name for name in _files(self.folder) if name != PREVIOUS]
 
     def _sources(self) -> Iterator[tuple[str, BinaryIO]]:
-        """The run's files, opened once: a file replaced while it is read stays what it was.
+        """Yield the run's files, open: a file replaced while it is read keeps its old content.
 
-        The checkpoint comes last but is opened first, so the best that it speaks of, or a later
-        one, comes before it however often both are replaced meanwhile.
+        The checkpoint comes last but is opened first, so the best weights that it names, or later
+        ones, are copied before it however often both are replaced meanwhile.
         """
         with contextlib.ExitStack() as stack:
             # A file that is missing is being replaced right now; a request will follow.
@@ -169,10 +171,10 @@ class Backup:
                 yield CHECKPOINT, newest
 
     def _require_target(self) -> None:
-        """Make the target if it is gone, but only where it was.
+        """Make the target if it is gone, but only on the drive where it was.
 
         Raises:
-            OSError: unmounted. The mount point is an ordinary folder then, on the local disk.
+            OSError: the drive is unmounted; its mount point is then a folder of the local disk.
         """
         if mount_of(self._point)[0] != self._point:
             raise OSError(f"{self._point} is not mounted any more")
@@ -181,13 +183,13 @@ class Backup:
             raise OSError("it is the run's own folder")
 
     def _has(self, name: str, source: BinaryIO, state: tuple) -> bool:
-        """Whether the target has this file as it is now."""
+        """Return whether the target has this file as it is now."""
         path = self.target / name
         if not path.is_file() or path.stat().st_size != os.fstat(source.fileno()).st_size:
             return False
         if name in self._verified:
             return self._verified[name] == state
-        # From an earlier process, perhaps.
+        # An earlier process may have copied it.
         same = _sha256(path) == hashlib.file_digest(source, "sha256").digest()
         source.seek(0)
         return same
@@ -197,14 +199,16 @@ def restore(target: Path, folder: Path, overwrite: bool = False) -> list[str]:
     """Copy a backup into the folder of a run, on a new machine.
 
     Args:
-        overwrite: replace what is there, where the backup is known to be further in training.
+        target: the backup.
+        folder: the run's; made if needed.
+        overwrite: replace what is there, because the backup is further in training.
 
     Returns:
         Names of the files copied.
 
     Raises:
-        OSError: the backup cannot be read, or the folder not written. What has been copied by
-            then is whole, the newest checkpoint comes last, and another call goes on from there.
+        OSError: the backup cannot be read, or the folder not written. Files copied by then are
+            whole, the newest checkpoint is copied last, and another call copies the rest.
     """
     target, folder = Path(target), Path(folder)
     names = [name for name in _files(target) if overwrite or not (folder / name).exists()]
@@ -216,7 +220,7 @@ def restore(target: Path, folder: Path, overwrite: bool = False) -> list[str]:
 
 
 def _files(folder: Path) -> list[str]:
-    """Names of a run's files in the order to copy them: small ones, the best, checkpoints."""
+    """Return the names of a run's files in copying order: small ones, the best, checkpoints."""
     large = (WEIGHTS, PREVIOUS, CHECKPOINT)
     # Hidden files are temporary ones.
     names = [p.name for p in folder.iterdir() if p.is_file() and not p.name.startswith(".")]
@@ -224,7 +228,7 @@ def _files(folder: Path) -> list[str]:
 
 
 def _state(status: os.stat_result) -> tuple:
-    """What is another once a file was replaced or extended."""
+    """Return what differs once a file was replaced or extended."""
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
@@ -237,32 +241,31 @@ def _place(source: BinaryIO, path: Path, aside: Path | None = None) -> None:
     """Write a copy of an open file, whole or not at all.
 
     Args:
-        source: read from where it stands.
+        source: read from its current position.
         path: the copy.
-        aside: the name that the copy's predecessor gets, rather than being replaced, if it is a
-            whole checkpoint; a damaged one must not take the place of the last that is whole.
+        aside: new name of the file that the copy replaces, if that is a whole checkpoint; a damaged
+            one must not take the place of the last intact one.
 
     Raises:
         OSError: not written, or what was written reads differently.
     """
-    part = path.with_name(f".{path.name}.part")
-    try:
-        digest, size = hashlib.sha256(), 0
-        with open(part, "wb") as copy:
-            while block := source.read(BLOCK):
-                copy.write(block)
-                digest.update(block)
-                size += len(block)
-            copy.flush()
-            os.fsync(copy.fileno())
-        if size < os.fstat(source.fileno()).st_size:
+    digest = hashlib.sha256()
+
+    def copy(file: BinaryIO) -> None:
+        while block := source.read(BLOCK):
+            file.write(block)
+            digest.update(block)
+        if file.tell() < os.fstat(source.fileno()).st_size:
             raise OSError(f"{path.name} could be read in part only")
-        if part.stat().st_size != size or _sha256(part) != digest.digest():
+
+    part = write_part(path, copy)
+    try:
+        if _sha256(part) != digest.digest():
             raise OSError(f"the copy of {path.name} reads differently from what was written")
         if aside and is_whole(path):
             os.replace(path, aside)
         os.replace(part, path)
     except BaseException:
-        with contextlib.suppress(OSError):  # half a file is of no use, and takes space
+        with contextlib.suppress(OSError):  # a bad copy only takes space
             part.unlink()
         raise

@@ -117,6 +117,12 @@ class Trainer:
             train_set, config.batch_size, config.workers, backend.input_shard
         )
         self.steps = len(self.train_loader)  # of a whole epoch
+        if self.step > self.steps:
+            raise RequestError(
+                f"{run_folder}: its checkpoint is {self.step} steps into an epoch, which has "
+                f"{self.steps} with this data set; name the --dataset-dir it began with",
+                code="other-data",
+            )
         test_set = EvaluationSet(test, config.base_size)
         # Resizing is a small part of evaluation: workers of its own would only take memory.
         self.test_loader = evaluation_loader(test_set, config.batch_size, 0, backend.input_shard)

@@ -72,9 +72,9 @@ def run(tmp_path):
     for name in SMALL:
         (folder / name).write_text(f"content of {name}")
     (folder / "checkpoint.previous.pkl").write_bytes(newest(0))
-    (folder / ".weight.pkl.part").write_bytes(b"half")
+    (folder / ".weight.pkl.12.part").write_bytes(b"half")
     (folder / ".checkpoint.pkl.new").write_bytes(b"whole, and about to be renamed")
-    (folder / ".writable").write_bytes(b"x")
+    (folder / ".lock").write_bytes(b"")
     (folder / "folder").mkdir()
     return folder
 
@@ -159,7 +159,7 @@ def test_what_has_arrived_is_neither_copied_nor_read_again(run, target, start, p
     first.request()
     assert first.close() == []
     assert placed.names == ["metrics.jsonl"]
-    assert read == [".metrics.jsonl.part"]
+    assert read == [f".metrics.jsonl.{os.getpid()}.part"]
     assert holds(target / "metrics.jsonl", (run / "metrics.jsonl").read_bytes())
 
 
@@ -230,11 +230,13 @@ def test_a_checkpoint_never_speaks_of_a_best_that_is_not_there(run, target, star
     assert (target / "checkpoint.pkl").read_bytes() == newest(2)
 
 
-def test_what_a_killed_process_left_half_written_is_removed(target, start):
+def test_what_a_killed_process_left_half_written_is_removed_and_nothing_else(target, start):
     target.mkdir(parents=True)
-    (target / ".old.pkl.part").write_bytes(b"half")
+    foreign = [".other.part", ".mine.pkl.12.part", ".weight.pkl.part"]
+    for name in (*foreign, ".weight.pkl.12.part", ".curves.png.7.part"):
+        (target / name).write_bytes(b"half")
     assert start().close() == []
-    assert sorted(files(target)) == sorted(NAMES)
+    assert sorted(files(target)) == sorted([*NAMES, *foreign])
 
 
 # What can go wrong.
@@ -474,7 +476,7 @@ target = Path({str(target)!r})
 one = backup.Backup(Path({str(run)!r}), target)
 while not (target / "checkpoint.pkl").exists():
     time.sleep(0.01)
-os.mkfifo(target / ".weight.pkl.part")  # to open it for writing waits for a reader: for ever
+os.mkfifo(target / f".weight.pkl.{{os.getpid()}}.part")  # opening it for writing blocks
 Path({str(run / "weight.pkl")!r}).write_bytes(b"best 2")
 one.request()
 print(one.close(patience=1.5))
@@ -498,7 +500,7 @@ def test_a_backup_restored_is_the_run(run, target, start, tmp_path):
     eventually(lambda: (target / "checkpoint.pkl").exists(), "nothing was copied")
     put(run, checkpoint=newest(2))
     one.close()
-    (target / ".weight.pkl.part").write_bytes(b"half")
+    (target / ".weight.pkl.12.part").write_bytes(b"half")
     fresh = tmp_path / "new machine" / "run"
     names = restore(target, fresh)
     assert sorted(names) == sorted([*NAMES, "checkpoint.previous.pkl"])

@@ -56,13 +56,23 @@ def test_a_dotted_line_marks_the_end_of_the_warm_up():
     assert [x for axis in warm_only.axes for x in axis.lines if x.get_linestyle() == ":"] == []
 
 
-def test_what_could_not_be_measured_leaves_a_gap(tmp_path):
-    """A log holds null for NaN: no target found, or a loss that diverged."""
-    figure = plots.curves(
-        [record(0), record(1, iou=None, pd=None, loss=None, fa=0.0)], tmp_path / "curves.png"
-    )
-    assert np.isnan(figure.axes[1].lines[0].get_ydata()[1])
+@pytest.mark.parametrize("value", [None, "lacking", "text", [], 1e38, float("nan"), -3])
+def test_what_could_not_be_measured_leaves_a_gap(tmp_path, value):
+    """A log holds null for NaN (no target, a loss that diverged); an edited one may lack it."""
+    keys = ("iou", "loss", "niou", "pd", "fa", "phase")
+    records = [record(number, **{key: value}) for number, key in enumerate(keys)]
+    if value == "lacking":
+        for changed, key in zip(records, keys, strict=True):
+            del changed[key]
+    figure = plots.curves(records, tmp_path / "curves.png")
     assert png_size(tmp_path / "curves.png")
+    if not isinstance(value, float | int):
+        assert np.isnan(figure.axes[1].lines[0].get_ydata()[0])
+
+
+def test_no_false_alarms_are_drawn_at_the_lower_end():
+    alarms = plots.curves([record(0, fa=0.0)]).axes[3]
+    assert alarms.lines[0].get_ydata().tolist() == [0.1]
 
 
 # --- examples ------------------------------------------------------------------------------------

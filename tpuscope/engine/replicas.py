@@ -226,7 +226,7 @@ def _start(start: Callable, function: Callable, args: tuple, cores: int, control
     """
     # Python's tracker of shared resources clears the mask of the thread that first needs it.
     resource_tracker.ensure_running()
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
     try:
         start(function, args, cores, control)
     except Exception:  # a replica's own failure is on record already, with more to read

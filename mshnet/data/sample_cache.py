@@ -19,10 +19,9 @@ from tpuscope.files import cache_folder, write_atomic
 from tpuscope.host_memory import host_memory
 from tpuscope.progress import progress
 
+from ..choices import CACHES as CACHES
 from .decode import read_header, read_image, read_mask
 from .layout import Sample, require_regular
-
-CACHES = ("ram", "disk", "none")
 
 
 def read_sample(sample: Sample, channels: int) -> tuple[np.ndarray, np.ndarray, bool]:

@@ -6,19 +6,18 @@ Exit codes: 0 done, 1 failed while running, 2 the request was wrong (one line sa
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tpuscope.aot import EFFORTS, CompilerFailed, cache_folder
-from tpuscope.doctor.command import add_flags as doctor_flags
-from tpuscope.engine.replicas import ReplicaFailed
+from tpuscope.cli import Parser, run
 from tpuscope.errors import RequestError
 
 from . import __version__, api, estimate
 from .data.check import check, table
 from .data.sample_cache import CACHES
+from .doctor import add_flags as doctor_flags
 from .training.config import DEVICES, MOST_WORKERS, PRECISIONS, STRATEGIES, Config, default_workers
 from .training.preemption import EXIT_CODES
 from .training.run_dir import to_json
@@ -67,16 +66,6 @@ Without --dataset-dir it trains on built-in synthetic scenes. A run leaves confi
 metrics.jsonl, weight.pkl (best), checkpoint.pkl (last), curves.png and examples.png in its folder.
 exit codes: 0 done, 1 failed while running, 2 the request was wrong, 130 and 143 stopped by Ctrl-C
 and SIGTERM after saving."""
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument error is one line, like every other wrong request; no flag is abbreviated."""
-
-    def __init__(self, **kwargs):
-        super().__init__(allow_abbrev=False, **kwargs)
-
-    def error(self, message: str):
-        raise RequestError(f"{message} (`{self.prog} --help` lists the flags)")
 
 
 class _Bench(Parser):
@@ -350,35 +339,6 @@ def _add(
         metavar=None if choices else {int: "N", float: "X"}.get(kind, "NAME"),
         help=f"{text} (default: {shown})",
     )
-
-
-def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
-    """Run the command that the arguments name; the exit code, and one line for what went wrong.
-
-    Args:
-        parser: its commands set ``command``, a function of the parsed arguments.
-        argv: the arguments; None for the process's own.
-    """
-    try:
-        args = parser.parse_args(argv)
-        return args.command(args)
-    except RequestError as error:
-        print(f"{parser.prog}: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"{parser.prog}: interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        # The reader of a pipe (head, log) has seen enough. Standard output is pointed elsewhere,
-        # or Python would complain about it while it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except ReplicaFailed as error:
-        print(f"{parser.prog}: a replica failed, all were ended:\n{error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 1
 
 
 def _overrides(args: argparse.Namespace) -> dict:

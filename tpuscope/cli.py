@@ -108,6 +108,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         description = summary[0].upper() + summary[1:] + "."
         add_flags(commands.add_parser(name, help=summary, description=description))
 
-    command("doctor", "check what works on this machine, and how to fix what does not", doctor_flags)
+    command(
+        "doctor", "check what works on this machine, and how to fix what does not", doctor_flags
+    )
     command("aot", "compile a step for a TPU that is not there: memory, bytes, bound", aot_flags)
     return run(parser, argv)

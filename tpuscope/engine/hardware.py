@@ -12,6 +12,8 @@ from .tpu_specs import CHIPS, GIB
 _GOOGLE = "0x1ae0"  # PCI vendor id
 _KAGGLE = "KAGGLE_KERNEL_RUN_TYPE"  # a variable that Kaggle sets
 
+VIRTUAL_CORES = 8  # that XLA on the CPU can be asked for: as many as one TPU machine has
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -67,7 +69,7 @@ def tpu_pci_ids(root: Path = Path("/")) -> list[str]:
 
 
 def tpu_nodes(root: Path = Path("/")) -> list[str]:
-    """Return the device nodes that a TPU's driver makes, such as ``"/dev/accel0"`` or ``"/dev/vfio/0"``."""
+    """Return the device nodes of a TPU's driver: ``"/dev/accel0"`` or ``"/dev/vfio/0"``."""
     nodes = [*root.glob("dev/accel*"), *root.glob("dev/vfio/[0-9]*")]
     return sorted(f"/{node.relative_to(root)}" for node in nodes)
 

@@ -19,9 +19,8 @@ from torch.utils.data import DataLoader
 from .. import versions
 from ..timeouts import call_with_timeout
 from . import hardware, metrics
+from .hardware import VIRTUAL_CORES
 from .metrics import Counters
-
-VIRTUAL_CORES = 8  # cores that XLA on the CPU can be asked for: as many as one TPU machine has
 
 # How chips lie on a host's board, by their number: x, y, z of Google's topology variables.
 _BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}

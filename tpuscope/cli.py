@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 failed while running, 2 the request was wrong (one line na
 """
 
 import argparse
+import io
 import os
 import re
 import sys
@@ -44,7 +45,7 @@ def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
         The exit code.
     """
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # not every terminal can show "×" or any file name
+        if isinstance(stream, io.TextIOWrapper):  # not every terminal can show "×" or any file name
             stream.reconfigure(errors="backslashreplace")
     args = argparse.Namespace()
     try:

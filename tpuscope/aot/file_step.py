@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
@@ -85,7 +86,8 @@ def _spread(mesh: DataMesh, inputs: Sequence) -> list:
                 "batch-size",
             )
         spec = mesh.split(tensor.dim())
-        return xm.send_cpu_data_to_device([tensor.cpu()], runtime.device(), spec)[0]
+        sent: Any = xm.send_cpu_data_to_device([tensor.cpu()], runtime.device(), spec)
+        return sent[0]
 
     return tree_map_only(Tensor, split, list(inputs))
 

@@ -83,7 +83,12 @@ def _array(shape: str, kind: str, dimensions: str, layout: str | None) -> Array:
 
 def element_bytes(kind: str) -> float:
     """Return the bytes of an element of an XLA type such as ``bf16``."""
-    return _BYTES[kind] if kind in _BYTES else int(re.search(r"\d+", kind)[0]) / 8
+    if kind in _BYTES:
+        return _BYTES[kind]
+    bits = re.search(r"\d+", kind)
+    if bits is None:
+        raise ValueError(f"{kind} is no XLA type")
+    return int(bits[0]) / 8
 
 
 @dataclass(frozen=True)
@@ -219,5 +224,7 @@ def refusal(message: str) -> Refusal | None:
 
 def _amount(text: str) -> int:
     """Return the bytes of an amount such as ``20.00G``, ``170.5K`` or ``512B``."""
-    number, unit = re.fullmatch(r"([\d.]+)([BKMGT]?)B?\.?", text).groups()
-    return round(float(number) * 1024 ** "BKMGT".index(unit or "B"))
+    found = re.fullmatch(r"([\d.]+)([BKMGT]?)B?\.?", text)
+    if found is None:
+        raise ValueError(f"{text} is no amount of memory")
+    return round(float(found[1]) * 1024 ** "BKMGT".index(found[2] or "B"))

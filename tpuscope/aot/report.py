@@ -83,6 +83,7 @@ class Report:
         """
         if not self.compiles:
             return {}
+        assert self.flops is not None and self.bytes_accessed is not None
         lines = {
             name: chip.roofline(self.flops, self.bytes_accessed)
             for name, chip in tpu_specs.CHIPS.items()
@@ -148,16 +149,18 @@ def _memory(report: Report) -> str:
 
 def _costs(report: Report) -> list[str]:
     exchanged = ", ".join(
-        f"{found['count']} {found['kind']} ({size(found['bytes'])})" for found in report.collectives
+        f"{found['count']} {found['kind']} ({size(found['bytes'])})"
+        for found in report.collectives or []
     )
+    seconds, padding = report.roofline_seconds or 0, report.padding or 1
     return [
         f"            arguments {size(report.arguments_bytes)}, temporaries "
         f"{size(report.temporaries_bytes)}, results {size(report.outputs_bytes)} "
         f"({size(report.aliased_bytes)} in place), code {size(report.code_bytes)}",
-        f"moved       {size(report.bytes_accessed)} to and from HBM, {report.padding:.1f} times "
+        f"moved       {size(report.bytes_accessed)} to and from HBM, {padding:.1f} times "
         "what they hold: the rest is padding",
-        f"operations  {report.flops / 1e9:,.3f} Gflop",
-        f"at least    {1e3 * report.roofline_seconds:,.3f} ms, bound by {report.bound}",
+        f"operations  {(report.flops or 0) / 1e9:,.3f} Gflop",
+        f"at least    {1e3 * seconds:,.3f} ms, bound by {report.bound}",
         f"exchanged   {exchanged or 'nothing'}",
         f"compiled    in {report.compile_seconds:.1f} s" + " (an earlier answer)" * report.cached,
     ]
@@ -165,7 +168,7 @@ def _costs(report: Report) -> list[str]:
 
 def _layer_rows(report: Report, depth: int, rows: int) -> list[tuple[str, ...]]:
     groups: dict[str, dict] = {}
-    for layer in report.layers:
+    for layer in report.layers or []:
         name = ".".join(layer["layer"].split(".")[:depth])
         group = groups.setdefault(name, {"bytes": 0, "cycles": 0, "largest_bytes": 0})
         group["bytes"] += layer["bytes"]
@@ -192,8 +195,10 @@ def _layer_rows(report: Report, depth: int, rows: int) -> list[tuple[str, ...]]:
     return shown
 
 
-def size(number: float) -> str:
+def size(number: float | None) -> str:
     """Return bytes for people, in units of 1024 as in the compiler's messages: ``1.50 GiB``."""
+    if number is None:
+        return "unknown"
     for unit in ("B", "KiB", "MiB"):
         if number < 1024:
             return f"{number:.0f} B" if unit == "B" else f"{number:.2f} {unit}"

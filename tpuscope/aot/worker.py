@@ -8,6 +8,8 @@ It is a process of its own so that libtpu, which takes gigabytes and aborts on s
 loaded where a model lives. It imports nothing of the package.
 """
 
+# pyright: reportAttributeAccessIssue=false
+# (jaxlib has no types for what its C++ modules add.)
 import io
 import json
 import sys
@@ -16,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 
 import numpy as np
-from jax._src.lib import xla_client
+from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 from jax.experimental import topologies
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo

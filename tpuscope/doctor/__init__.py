@@ -136,9 +136,9 @@ def _try_devices(add: _Collector, machine: Machine, require: str | None, timeout
         return checks
 
     def processor() -> list[Check]:
-        *found, facts = devices.processor(machine, timeout, watch)
+        checks, works, facts = devices.processor(machine, timeout, watch)
         known.update(facts)
-        return note(tuple(found))
+        return note((checks, works))
 
     if machine.version("torch"):
         add("CPU", processor)

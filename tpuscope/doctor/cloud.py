@@ -181,8 +181,9 @@ def _look(name: str, zone: str, project: str, limit: float) -> Node:
         if state == "READY":
             with contextlib.suppress(RuntimeError, KeyError):  # not READY any more; no addresses
                 endpoints = [f"{e['ipAddress']}:{e['port']}" for e in client.network_endpoints()]
-        found = (client.health(), client.runtime_version(), client.accelerator_type())
-        return Node(name, zone, project, state, *(text or "" for text in found), endpoints)
+        health, version = client.health() or "", client.runtime_version() or ""
+        kind = client.accelerator_type() or ""
+        return Node(name, zone, project, state, health, version, kind, endpoints)
     except Exception as error:
         # The client wraps what happened in a ValueError about its own argument.
         cause = error.__context__ if type(error) is ValueError and error.__context__ else error

@@ -271,7 +271,7 @@ def _training_step(torch, device) -> dict:
 
     # XLA counts its devices at the first backward pass of a process: the host comes second.
     theirs = copy.deepcopy(net).to(device)
-    seconds = []
+    seconds, got = [], []
     for _ in range(2):
         started = time.perf_counter()
         got = step(theirs, images.to(device), targets.to(device))

@@ -104,14 +104,14 @@ class Topology:
         Raises:
             UnknownTopology: lists the names that are known.
         """
-        found = re.fullmatch(r"(v\d\w?):(\d+(?:x\d+)+)", name)
-        chip = CHIPS.get(found[1]) if found else None
-        if chip is None:
+        generation, _, shape = name.partition(":")
+        chip = CHIPS.get(generation)
+        if chip is None or not chip.slices or not re.fullmatch(r"\d+(x\d+)+", shape):
             raise UnknownTopology(f"{name} is not known; choose one of {' '.join(names())}")
-        if found[2] not in chip.slices:
-            here = " ".join(f"{chip.generation}:{shape}" for shape in chip.slices)
-            raise UnknownTopology(f"{name} is not a known slice of {chip.generation}; use {here}")
-        return cls(chip, found[2])
+        if shape not in chip.slices:
+            here = " ".join(f"{generation}:{known}" for known in chip.slices)
+            raise UnknownTopology(f"{name} is not a known slice of {generation}; use {here}")
+        return cls(chip, shape)
 
     @property
     def sides(self) -> tuple[int, ...]:

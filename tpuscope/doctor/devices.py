@@ -163,7 +163,7 @@ def _way_out(place: str, outcome: probe.Outcome, machine: Machine) -> str:
     if outcome.code is None:
         return f"{restart}; if the first start is only slow: --timeout 600"
     if outcome.code == -signal.SIGKILL:
-        return "it was killed, as happens when memory runs out: end other programs"
+        return "it was killed, as happens when the machine is out of memory: end other programs"
     if "xla_flags" in text:
         return "unset XLA_FLAGS"
     if place == "xla:TPU" and any(sign in text for sign in _HELD):

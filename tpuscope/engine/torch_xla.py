@@ -61,7 +61,7 @@ def tpu_chips() -> int:
 
 
 def tpu_cores() -> int:
-    """Cores (XLA devices) of this machine's TPU: two a chip on v2 and v3, one on later ones."""
+    """Cores (XLA devices) of this machine's TPU: see ``hardware.GENERATIONS``."""
     return tpu_chips() * _cores_per_chip()
 
 

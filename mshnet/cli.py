@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tpuscope.cli import Parser, run
-from tpuscope.doctor.command import add_flags as doctor_flags
 from tpuscope.errors import RequestError
 
 from .choices import CACHES, DEVICES, EFFORTS, PHASES, PRECISIONS, STRATEGIES
+from .doctor import add_flags as doctor_flags
 from .training.config import MOST_WORKERS, Config, default_workers
 from .version import __version__
 

@@ -1,10 +1,10 @@
 """Tools for any PyTorch program on a TPU.
 
-* :func:`watch` a running loop: what was compiled and why, what fell back, what was read, and where;
+* :func:`watch` a running loop: what was compiled and why, fallbacks, reads, and their lines;
   :func:`compare` two steps, :func:`from_text` reads a pasted ``metrics_report()``.
 * :class:`CompiledStep`: trace a step once, then call its program.
-* :mod:`tpuscope.aot`: compile a step for a TPU that is not there.
-* :func:`track`: what each layer of a model contributes.
+* :mod:`tpuscope.aot`: compile a step for a TPU that is not there (``tpuscope aot``).
+* :func:`track`: what each layer of a model costs.
 * :mod:`tpuscope.doctor`: what works on this machine (``tpuscope doctor``).
 """
 
@@ -15,7 +15,7 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from .engine.compiled_step import CompiledStep
-    from .errors import RequestError
+    from .errors import Failed, RequestError
     from .monitor.layers import track
     from .monitor.watch import Budget, BudgetExceeded, compare, from_text, timeline, watch
 
@@ -23,6 +23,7 @@ __all__ = [
     "Budget",
     "BudgetExceeded",
     "CompiledStep",
+    "Failed",
     "RequestError",
     "__version__",
     "compare",
@@ -34,6 +35,7 @@ __all__ = [
 
 _HOMES = {
     "CompiledStep": "engine.compiled_step",
+    "Failed": "errors",
     "RequestError": "errors",
     "track": "monitor.layers",
     **dict.fromkeys(

@@ -5,13 +5,14 @@ Exit codes: 0 done, 1 failed while running, 2 the request was wrong (one line na
 """
 
 import argparse
+import io
 import os
 import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 
-from .errors import Failed, RequestError
+from .errors import Failed, RequestError, printable
 from .version import __version__
 
 
@@ -44,7 +45,7 @@ def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
         The exit code.
     """
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # not every terminal can show "×" or any file name
+        if isinstance(stream, io.TextIOWrapper):  # not every terminal can show "×" or any file name
             stream.reconfigure(errors="backslashreplace")
     args = argparse.Namespace()
     try:
@@ -77,21 +78,16 @@ def _explain(error: Exception) -> tuple[str, int]:
     """Return a message and an exit code; code 0 for an error that needs its traceback."""
     text = str(error)
     if isinstance(error, RequestError):
-        return _printable(" ".join(text.split())), 2
+        return " ".join(text.split()), 2
     if isinstance(error, Failed | OSError):
-        return _printable(text), 1
+        return printable(text), 1
     if isinstance(error, RuntimeError) and (found := _WORKER.search(text)):
         return f"{found[0]}; use fewer loader workers, or a machine with more memory", 1
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _MEMORY.search(text)):
         cause = next(iter(text.splitlines()), "")[:300]
-        what = f"out of memory ({_printable(cause)})" if cause else "out of memory"
+        what = f"out of memory ({printable(cause)})" if cause else "out of memory"
         return f"{what}; use a smaller batch, smaller images or fewer loader workers", 1
     return "", 0
-
-
-def _printable(text: str) -> str:
-    """Return text without control characters: a file's name may hold a terminal's commands."""
-    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -108,6 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         description = summary[0].upper() + summary[1:] + "."
         add_flags(commands.add_parser(name, help=summary, description=description))
 
-    command("doctor", "check what works on this machine, and how to fix what does not", doctor_flags)
+    command(
+        "doctor", "check what works on this machine, and how to fix what does not", doctor_flags
+    )
     command("aot", "compile a step for a TPU that is not there: memory, bytes, bound", aot_flags)
     return run(parser, argv)

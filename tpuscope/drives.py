@@ -6,7 +6,7 @@ from pathlib import Path
 
 DRIVE = Path("/content/drive")  # where Colab mounts Google Drive
 MOUNT_DRIVE = f'from google.colab import drive; drive.mount("{DRIVE}")'
-_REMOTE = re.compile(r"fuse|nfs|cifs|smb")  # how the types of network file systems begin
+_REMOTE = re.compile(r"fuse|nfs|cifs|smb")  # beginnings of the types of network file systems
 
 
 def is_remote(path: Path, mounts: str | None = None) -> bool:
@@ -23,7 +23,7 @@ def is_remote(path: Path, mounts: str | None = None) -> bool:
 def mount_of(path: Path, mounts: str | None = None) -> tuple[Path, str]:
     """Return the mount point that a path lies on, and the type of its file system.
 
-    The kernel's table tells without touching the mount, which may hang or be broken.
+    Read from the kernel's table: touching the mount itself may hang.
     """
     path = Path(path).resolve()
     if mounts is None:

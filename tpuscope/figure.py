@@ -1,4 +1,4 @@
-"""A matplotlib figure that a notebook shows by itself."""
+"""A matplotlib figure that a notebook displays without pyplot."""
 
 import io
 
@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 
 
 class Picture(Figure):
-    """A figure that a notebook shows, whether pyplot is in use or not."""
+    """A figure that a notebook displays, with or without pyplot."""
 
     def _repr_png_(self) -> bytes:
         content = io.BytesIO()

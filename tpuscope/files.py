@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and the folder for caches."""
+"""Atomic writes, the cache folder, and a check that a folder can be written."""
 
 import contextlib
 import os
@@ -78,7 +78,7 @@ def cache_folder(name: str) -> Path:
 
 
 def require_writable(flag: str, folder: Path) -> None:
-    """Make the folder if needed, and prove that a file can be written there.
+    """Create the folder if needed, and check that a file can be written there.
 
     Raises:
         RequestError: it cannot; names the flag and the folder.
@@ -89,5 +89,6 @@ def require_writable(flag: str, folder: Path) -> None:
             file.write(b"x")
     except OSError as error:
         raise RequestError(
-            f"{flag} {folder} cannot be written ({error.strerror}); choose another folder"
+            f"{flag} {folder} cannot be written ({error.strerror}); choose another folder",
+            "not-writable",
         ) from error

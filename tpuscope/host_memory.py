@@ -1,4 +1,4 @@
-"""Memory of this machine or container, and what is free of it."""
+"""Total and available memory of this machine or container."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ def host_memory(root: Path = Path("/")) -> tuple[int, int] | None:
         root: where the machine's file system begins.
 
     Returns:
-        ``(total, available)``, or None where the system does not tell (not Linux).
+        ``(total, available)``, or None if the system has no /proc/meminfo (not Linux).
     """
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
@@ -25,7 +25,7 @@ def host_memory(root: Path = Path("/")) -> tuple[int, int] | None:
 
 
 def _cgroup_limits(root: Path) -> list[tuple[int, int, int]]:
-    """Bytes allowed, used, and of these file contents that are given up when needed."""
+    """Return bytes allowed, used, and reclaimable (cached file contents), of each cgroup."""
     found = []
     for folder, allowed, used, inactive in (
         ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),

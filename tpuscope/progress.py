@@ -9,19 +9,18 @@ from tqdm import tqdm
 
 T = TypeVar("T")
 
-
 _hidden = False
 
 
 def hide_progress() -> None:
-    """No bars in this process any more: another one shows them."""
+    """Show no bars in this process from now on: another process shows them."""
     global _hidden
     _hidden = True
 
 
 @contextmanager
 def without_progress() -> Iterator[None]:
-    """No bars in this block: one around it shows how far things are."""
+    """Show no bars in this block: one outside it shows the progress."""
     global _hidden
     before, _hidden = _hidden, True
     try:
@@ -31,14 +30,14 @@ def without_progress() -> Iterator[None]:
 
 
 def someone_watches() -> bool:
-    """Whether the output goes to a terminal or a notebook rather than into a file."""
+    """Return whether standard error goes to a terminal or a notebook, not to a file."""
     if _hidden:
         return False
     return sys.stderr.isatty() or "ipykernel" in sys.modules
 
 
 def progress(items: Iterable[T], description: str, total: int | None = None, **kwargs) -> tqdm:
-    """``tqdm`` over items, disabled where nobody watches."""
+    """Return ``tqdm`` over items, disabled unless :func:`someone_watches`."""
     return tqdm(
         items,
         desc=description,

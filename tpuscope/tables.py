@@ -8,7 +8,7 @@ def table(rows: Sequence[Sequence[str]], align: str = "") -> str:
 
     Args:
         rows: cells of each row; all rows have the same number.
-        align: ``<`` or ``>`` for each column; left where it is not given.
+        align: ``<`` or ``>`` for each column; left if not given.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     align = align.ljust(len(widths), "<")

@@ -1,4 +1,4 @@
-"""Questions that may never be answered: to a drive, a service, a metadata server."""
+"""Call with a timeout in a daemon thread: for a drive, a service, a metadata server."""
 
 import threading
 from collections.abc import Callable
@@ -9,11 +9,15 @@ Answer = TypeVar("Answer")
 
 
 def call_with_timeout(seconds: float, act: Callable[[], Answer]) -> Answer:
-    """What an act returns.
+    """Return what a function returns within a time limit.
+
+    Args:
+        seconds: the limit.
+        act: runs in a daemon thread, which does not keep the process alive.
 
     Raises:
-        TimeoutError: no answer in time; the act is left to itself, and keeps no process alive.
-        BaseException: the act's own.
+        TimeoutError: no answer in time; the thread goes on.
+        BaseException: what the function raises.
     """
     answer: Future[Answer] = Future()
 
@@ -23,6 +27,6 @@ def call_with_timeout(seconds: float, act: Callable[[], Answer]) -> Answer:
         except BaseException as error:
             answer.set_exception(error)
 
-    # No executor: at its end Python waits for the threads of those.
+    # Not an executor: Python waits for its threads at exit.
     threading.Thread(target=run, daemon=True).start()
     return answer.result(seconds)

@@ -1,3 +1,3 @@
-"""The version of both packages, alone, so that building them need not import torch."""
+"""The version of both packages, in its own file: building them does not import torch."""
 
 __version__ = "0.2.0"

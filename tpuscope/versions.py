@@ -10,6 +10,7 @@ TORCH_XLA = "2.9.0"  # and of torch beside it
 JAX = "0.7.2"  # and of jaxlib: brings the interface to the TPU's compiler
 # torch_xla[tpu] pins libtpu 0.0.21, which has no wheel for Python 3.13; Colab has 0.0.21.1 there.
 LIBTPU, LIBTPU_313 = "0.0.21", "0.0.21.1"
+CLOUD_TPU_CLIENT = "0.10"
 
 
 def libtpu(python: tuple[int, ...] = sys.version_info[:2]) -> str:
@@ -17,11 +18,21 @@ def libtpu(python: tuple[int, ...] = sys.version_info[:2]) -> str:
     return LIBTPU_313 if python >= (3, 13) else LIBTPU
 
 
+def pair() -> str:
+    """Return the requirements of torch and torch_xla, for pip."""
+    return f"torch=={TORCH_XLA} torch_xla=={TORCH_XLA}"
+
+
 def install_torch_xla() -> str:
     """Return the command that installs the pair."""
-    return f"pip install torch=={TORCH_XLA} torch_xla=={TORCH_XLA}"
+    return f"pip install {pair()}"
+
+
+def install_jax() -> str:
+    """Return the command that installs jax and jaxlib."""
+    return f"pip install jax=={JAX} jaxlib=={JAX}"
 
 
 def install_compiler(python: tuple[int, ...] = sys.version_info[:2]) -> str:
     """Return the command that installs the TPU's compiler."""
-    return f"pip install jax=={JAX} jaxlib=={JAX} libtpu=={libtpu(python)}"
+    return f"{install_jax()} libtpu=={libtpu(python)}"

@@ -1,4 +1,4 @@
-"""Waiting no longer than was said."""
+"""Calls with a time limit."""
 
 import subprocess
 import sys

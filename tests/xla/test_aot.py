@@ -13,9 +13,13 @@ import torch
 from torch import nn
 
 from tpuscope import aot
+from tpuscope.aot import compiler
 from tpuscope.aot.report import size
+from tpuscope.cli import main
 from tpuscope.engine import torch_xla as runtime
 from tpuscope.engine.tpu_specs import CHIPS, UnknownTopology
+from tpuscope.errors import RequestError
+from tpuscope.monitor import layers
 
 if not runtime.installed():
     pytest.skip("torch_xla is not installed on this system", allow_module_level=True)
@@ -59,7 +63,7 @@ def no_compiler(monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("the compiler was started")
 
-    monkeypatch.setattr(aot.subprocess, "Popen", refuse)
+    monkeypatch.setattr(compiler.subprocess, "Popen", refuse)
 
 
 def training(device):
@@ -80,7 +84,7 @@ def training(device):
 
 @pytest.fixture(scope="module")
 def report(xla):
-    return aot.compile(*training(xla.device), topology="v5e:1x1")
+    return aot.estimate(*training(xla.device), topology="v5e:1x1")
 
 
 def test_a_training_step_compiles_and_everything_is_reported(report):
@@ -129,7 +133,7 @@ def test_the_table_says_what_it_is_and_names_layers(report):
 
 
 def test_the_same_step_again_is_answered_without_the_compiler(report, xla, no_compiler):
-    again = aot.compile(*training(xla.device), topology="v5e:1x1")
+    again = aot.estimate(*training(xla.device), topology="v5e:1x1")
     assert again.cached
     assert dataclasses.replace(again, cached=False) == report
 
@@ -139,7 +143,7 @@ def test_the_same_step_again_is_answered_without_the_compiler(report, xla, no_co
 )
 def test_another_question_is_not_answered_from_the_cache(report, xla, no_compiler, change):
     with pytest.raises(AssertionError, match="the compiler was started"):
-        aot.compile(*training(xla.device), **{"topology": "v5e:1x1"} | change)
+        aot.estimate(*training(xla.device), **{"topology": "v5e:1x1"} | change)
 
 
 def test_an_answer_that_was_cut_off_is_asked_for_again(report, xla, answers, no_compiler):
@@ -147,14 +151,14 @@ def test_an_answer_that_was_cut_off_is_asked_for_again(report, xla, answers, no_
     for path, text in kept.items():
         path.write_text(text[: len(text) // 2])
     with pytest.raises(AssertionError, match="the compiler was started"):
-        aot.compile(*training(xla.device), topology="v5e:1x1")
+        aot.estimate(*training(xla.device), topology="v5e:1x1")
     for path, text in kept.items():
         path.write_text(text)
 
 
 def test_layers_names_change_neither_the_program_nor_its_costs(report, xla, monkeypatch):
-    monkeypatch.setattr(aot.layers.LayerLabels, "__torch_dispatch__", unlabelled)
-    plain = aot.compile(*training(xla.device), topology="v5e:1x1", use_cache=False)
+    monkeypatch.setattr(layers.LayerLabels, "__torch_dispatch__", unlabelled)
+    plain = aot.estimate(*training(xla.device), topology="v5e:1x1", use_cache=False)
     assert "Conv2d" not in {layer["layer"] for layer in plain.layers}
     assert plain.program == report.program
     for name in ("flops", "bytes_accessed", "temporaries_bytes", "aliased_bytes", "cycles"):
@@ -181,7 +185,7 @@ class Reduced(Outer):
 
 
 def test_a_program_that_does_not_fit_is_refused_with_amounts_and_its_largest_array(xla):
-    report = aot.compile(Reduced(), [torch.zeros(65536, 8)], topology="v5e:1x1")
+    report = aot.estimate(Reduced(), [torch.zeros(65536, 8)], topology="v5e:1x1")
     assert (report.compiles, report.fits) == (False, False)
     assert report.hbm_bytes > report.hbm_limit_bytes == 15.75 * 2**30
     assert report.bytes_accessed is None and report.roofline_seconds is None
@@ -193,7 +197,7 @@ def test_a_program_that_does_not_fit_is_refused_with_amounts_and_its_largest_arr
 
 
 def test_results_that_do_not_fit_are_noticed_although_the_compiler_does_not(xla):
-    report = aot.compile(Outer(), [torch.zeros(65536, 8)], topology="v5e:1x1")
+    report = aot.estimate(Outer(), [torch.zeros(65536, 8)], topology="v5e:1x1")
     assert (report.compiles, report.fits) == (True, False)
     assert report.hbm_bytes > report.outputs_bytes == 65536**2 * 4 > report.hbm_limit_bytes
     assert "DOES NOT FIT: 16.00 GiB needed" in report.table()
@@ -233,28 +237,31 @@ def test_eight_cores_reduce_the_loss_and_the_gradient(tmp_path):
     [reduced] = report.collectives
     assert reduced["kind"] == "all-reduce"
     assert reduced["bytes"] == (1 + 8) * 4  # a loss, and a gradient of 2 × 4
-    with pytest.raises(UnknownTopology, match="v5e:2x2 has 4 cores, and the program is for 8"):
+    with pytest.raises(UnknownTopology, match="v5e:2x2 has 4 cores"):
         aot.compile_program(program, "v5e:2x2")
 
 
 def test_an_unknown_topology_is_refused_before_anything_is_traced(no_compiler):
     with pytest.raises(UnknownTopology, match="v5e:2x4"):
-        aot.compile(pytest.fail, topology="v9:1x1")
+        aot.estimate(pytest.fail, topology="v9:1x1")
 
 
 def test_an_unknown_effort_is_refused(no_compiler):
-    with pytest.raises(ValueError, match="fast, full"):
+    with pytest.raises(RequestError, match="much") as error:
         aot.compile_program(b"", effort="much")
+    assert error.value.code == "range"
 
 
 @pytest.mark.parametrize("missing", ["jax", "libtpu"])
 def test_without_the_compiler_it_says_what_to_install(monkeypatch, missing):
-    find = aot.importlib.util.find_spec
+    find = compiler.importlib.util.find_spec
     monkeypatch.setattr(
-        aot.importlib.util, "find_spec", lambda name: None if name == missing else find(name)
+        compiler.importlib.util, "find_spec", lambda name: None if name == missing else find(name)
     )
-    with pytest.raises(aot.CompilerUnavailable, match=rf"needs {missing}, .*pip install jax=="):
-        aot.compile(pytest.fail)
+    with pytest.raises(aot.CompilerUnavailable, match=f"needs {missing}, ") as error:
+        aot.estimate(pytest.fail)
+    assert error.value.code == "not-installed"
+    assert "pip install jax==" in str(error.value)
 
 
 CUTS = {
@@ -320,7 +327,7 @@ def test_a_compiler_that_ends_without_an_answer_is_one_clear_line(
 ):
     worker = tmp_path / "worker.py"
     worker.write_text(WORKERS[kind])
-    monkeypatch.setattr(aot, "_WORKER", worker)
+    monkeypatch.setattr(compiler, "_WORKER", worker)
     with pytest.raises(aot.CompilerFailed, match=message) as raised:
         aot.compile_program(b"program", use_cache=False)
     assert "\n" not in str(raised.value)
@@ -342,7 +349,7 @@ def test_flags_reach_the_compiler_and_this_process_s_own_do_not(monkeypatch, xla
 def test_ctrl_c_takes_the_compiler_along(tmp_path, monkeypatch):
     worker = tmp_path / "worker.py"
     worker.write_text("import time; time.sleep(600)")
-    monkeypatch.setattr(aot, "_WORKER", worker)
+    monkeypatch.setattr(compiler, "_WORKER", worker)
     started = []
     popen = subprocess.Popen
 
@@ -353,7 +360,7 @@ def test_ctrl_c_takes_the_compiler_along(tmp_path, monkeypatch):
     def interrupt(seconds):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(aot.subprocess, "Popen", start)
+    monkeypatch.setattr(compiler.subprocess, "Popen", start)
     monkeypatch.setattr(time, "sleep", interrupt)
     with pytest.raises(KeyboardInterrupt):
         aot.compile_program(b"program", use_cache=False)
@@ -366,3 +373,101 @@ def test_ctrl_c_takes_the_compiler_along(tmp_path, monkeypatch):
 )
 def test_sizes_are_in_the_compilers_units(number, text):
     assert size(number) == text
+
+
+# ---- the command ----
+
+NET = """
+import torch, torch_xla
+from torch import nn
+
+def training(batch_size=8):
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 1, 3)).to(torch_xla.device())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def step(images):
+        optimizer.zero_grad()
+        loss = net(images).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    print("built")
+    return step, [torch.zeros(batch_size, 1, 16, 16)]
+
+def number():
+    return 7
+
+def fails():
+    raise KeyError("mine")
+
+def reads():
+    step, inputs = training()
+    return lambda images: step(images).item(), inputs
+"""
+
+
+@pytest.fixture
+def net(tmp_path):
+    path = tmp_path / "net.py"
+    path.write_text(NET)
+    return path
+
+
+def test_a_step_of_a_file_is_compiled_for_eight_cores(net, capfd):
+    flags = ["--topology", "v5e:2x4", "--arg", "batch_size=16", "--json"]
+    assert main(["aot", f"{net}:training", *flags]) == 0
+    answer = json.loads(capfd.readouterr().out)
+    assert (answer["cores"], answer["fits"]) == (8, True)
+    assert [found["kind"] for found in answer["collectives"]] == ["all-reduce"]
+    assert "Sequential.0" in {layer["layer"] for layer in answer["layers"]}
+    # Again, from the cache, as a table.
+    assert main(["aot", f"{net}:training", *flags[:-1]]) == 0
+    out = capfd.readouterr().out
+    assert "8 cores" in out and "an earlier answer" in out
+
+
+@pytest.mark.parametrize(
+    ("step", "flags", "expected"),
+    [
+        ("training", ["--topology", "v5e:2x4", "--arg", "batch_size=9"], "(9, 1, 16, 16)"),
+        ("number", [], "not int"),
+        ("fails", [], "raised KeyError, line 24"),
+        ("reads", [], "reads a value"),
+        ("absent", [], "no function absent"),
+        ("training", ["--arg", "size=1"], "unexpected keyword argument 'size'"),
+    ],
+)
+def test_a_wrong_function_is_one_line(net, no_compiler_process, capfd, step, flags, expected):
+    assert main(["aot", f"{net}:{step}", *flags]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    [line] = [line for line in err.splitlines() if line.startswith("tpuscope: ")]
+    assert expected in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["nowhere.py:training"], "nowhere.py"),
+        (["nowhere.py"], "FILE.py:FUNCTION"),
+        (["{net}:training", "--topology", "v9"], "v9"),
+        (["{net}:training", "--num-cores", "2"], "--num-cores 2"),
+        (["{net}:training", "--arg", "size"], "--arg size"),
+        (["{net}:training", "--effort", "much"], "much"),
+    ],
+)
+def test_a_wrong_request_is_one_line_before_anything_is_traced(net, capsys, flags, expected):
+    assert main(["aot", *(flag.format(net=net) for flag in flags)]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and expected in err
+
+
+@pytest.fixture
+def no_compiler_process(monkeypatch):
+    """The compiler fails to start; the process that traces is another."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("the compiler was started")
+
+    monkeypatch.setattr(compiler, "_run_worker", refuse)

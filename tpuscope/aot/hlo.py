@@ -1,4 +1,4 @@
-"""What a program that XLA has compiled for a TPU says about itself: its text, and its refusals.
+"""Read a program that XLA has compiled for a TPU, and the message when it does not fit.
 
 A compiled program is a list of instructions. Most are fusions: many operations that run as one,
 whose arguments are read from HBM and whose results are written there. An array in HBM is kept in
@@ -58,7 +58,7 @@ class Array:
 
 
 def arrays(text: str) -> list[Array]:
-    """The arrays of a shape; more than one where it is a tuple."""
+    """Return the arrays of a shape; several if it is a tuple."""
     return [_array(*found.group(0, 1, 2, 3)) for found in _ARRAY.finditer(text)]
 
 
@@ -82,8 +82,13 @@ def _array(shape: str, kind: str, dimensions: str, layout: str | None) -> Array:
 
 
 def element_bytes(kind: str) -> float:
-    """Bytes of an element of an XLA type such as ``bf16``."""
-    return _BYTES[kind] if kind in _BYTES else int(re.search(r"\d+", kind)[0]) / 8
+    """Return the bytes of an element of an XLA type such as ``bf16``."""
+    if kind in _BYTES:
+        return _BYTES[kind]
+    bits = re.search(r"\d+", kind)
+    if bits is None:
+        raise ValueError(f"{kind} is no XLA type")
+    return int(bits[0]) / 8
 
 
 @dataclass(frozen=True)
@@ -93,12 +98,12 @@ class Instruction:
     Attributes:
         name: in the program.
         kind: of the operation, such as ``fusion``.
-        operation: name of the traced operation that it computes, or the last of several. What the
-            compiler adds (copies into another layout) has the name of what it reads.
+        operation: name of the traced operation that it computes, or the last of several. Copies
+            into another layout, which the compiler adds, have the name of what they read.
         results: in HBM.
         moved: bytes read from and written to HBM.
         moved_unpadded: the same without padding.
-        cycles: that the compiler expects it to take; 0 where it says nothing.
+        cycles: expected by the compiler; 0 if it gives none.
     """
 
     name: str
@@ -111,7 +116,7 @@ class Instruction:
 
 
 def instructions(text: str) -> list[Instruction]:
-    """The instructions of a compiled program that move data, in the order in which they run.
+    """Return the instructions of a compiled program that move data, in the order they run.
 
     The body of a loop counts once: how often it runs is not known.
     """
@@ -170,7 +175,7 @@ def _follow(computations: dict[str, list[re.Match]], name: str) -> Iterator[Inst
 
 
 def collectives(text: str) -> list[dict]:
-    """What the cores exchange: ``kind``, ``count``, ``bytes`` (of the results, unpadded)."""
+    """Return what the cores exchange: ``kind``, ``count``, ``bytes`` (of the results, unpadded)."""
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for kind in _COLLECTIVES:
@@ -185,8 +190,8 @@ class Refusal:
     """A program that does not fit into memory.
 
     Attributes:
-        used: bytes that it needs, as the compiler rounds them.
-        limit: bytes that there are.
+        used: bytes that it needs, as rounded by the compiler.
+        limit: bytes that are usable.
         buffers: the largest: ``operation``, ``shape``, ``bytes``, ``unpadded_bytes``.
     """
 
@@ -196,7 +201,7 @@ class Refusal:
 
 
 def refusal(message: str) -> Refusal | None:
-    """Read the compiler's message; None if it is about something else than HBM."""
+    """Read the compiler's message; return None if it is about anything but HBM."""
     amounts = re.search(r"Used (\S+) of (\S+) hbm", message)
     if "RESOURCE_EXHAUSTED" not in message or not amounts:
         return None
@@ -218,6 +223,8 @@ def refusal(message: str) -> Refusal | None:
 
 
 def _amount(text: str) -> int:
-    """Bytes of an amount such as ``20.00G``, ``170.5K`` or ``512B``."""
-    number, unit = re.fullmatch(r"([\d.]+)([BKMGT]?)B?\.?", text).groups()
-    return round(float(number) * 1024 ** "BKMGT".index(unit or "B"))
+    """Return the bytes of an amount such as ``20.00G``, ``170.5K`` or ``512B``."""
+    found = re.fullmatch(r"([\d.]+)([BKMGT]?)B?\.?", text)
+    if found is None:
+        raise ValueError(f"{text} is no amount of memory")
+    return round(float(found[1]) * 1024 ** "BKMGT".index(found[2] or "B"))

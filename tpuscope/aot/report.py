@@ -1,27 +1,27 @@
-"""What the TPU's compiler says of a program, for programs and for people."""
+"""What the TPU's compiler reports about a program, for programs and for people."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..engine import tpu_specs
-from ..monitor import layers
+from ..tables import table
 
 
 @dataclass(frozen=True)
 class Report:
-    """What the TPU's compiler says of a program. All amounts are of one core, and per step.
+    """What the TPU's compiler reports about a program. All amounts are per core and per step.
 
     Attributes:
         topology: such as ``"v5e:1x1"``.
-        cores: that run the program together.
+        cores: how many run the program together.
         effort: ``"fast"`` or ``"full"``.
-        compiles: whether the compiler accepts it; if not, it does not fit, and what nobody knows
+        compiles: whether the compiler accepts it; if not, it does not fit, and what is unknown
             then is None.
-        fits: whether it compiles and needs no more than there is. (The compiler does not count the
-            results.)
+        fits: whether it compiles and needs at most ``hbm_limit_bytes``. (The compiler itself does
+            not count the results.)
         hbm_bytes: needed: arguments + outputs - aliased + temporaries + code; of a program that
             does not compile, what the compiler found before it gave up.
-        hbm_limit_bytes: that a program may have.
+        hbm_limit_bytes: usable by a program.
         arguments_bytes: inputs, parameters, and the optimizer's state.
         outputs_bytes: results; those that replace an argument are among them.
         aliased_bytes: of results that take over their argument's memory.
@@ -34,12 +34,12 @@ class Report:
         cycles: of the core's clock, as the compiler estimates each instruction; good for comparing
             layers, but not a time.
         roofline_seconds: the least time on this chip.
-        bound: what sets it: ``"memory"`` or ``"compute"``.
+        bound: the bottleneck: ``"memory"`` or ``"compute"``.
         layers: ``layer, bytes, cycles, largest_bytes``, the busiest first; a layer's gradient is
             counted with it.
         buffers: the largest arrays in HBM: ``operation, shape, bytes, unpadded_bytes``.
         collectives: ``kind, count, bytes``.
-        compile_seconds: that the compiler took.
+        compile_seconds: the compiler's time.
         program: digest of what was compiled.
         libtpu: version of the compiler.
         cached: whether this is an earlier answer.
@@ -73,16 +73,17 @@ class Report:
     cached: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, with ``rooflines`` beside them."""
+        """Return plain values, with ``rooflines`` beside them."""
         return asdict(self) | {"rooflines": self.rooflines()}
 
     def rooflines(self) -> dict[str, dict]:
-        """``seconds`` and ``bound`` of these bytes and operations on every generation's core.
+        """Return ``seconds`` and ``bound`` of these bytes and operations on every chip's core.
 
         The other generations' compilers would make another program.
         """
         if not self.compiles:
             return {}
+        assert self.flops is not None and self.bytes_accessed is not None
         lines = {
             name: chip.roofline(self.flops, self.bytes_accessed)
             for name, chip in tpu_specs.CHIPS.items()
@@ -90,11 +91,11 @@ class Report:
         return {name: {"seconds": line[0], "bound": line[1]} for name, line in lines.items()}
 
     def table(self, depth: int = 2, rows: int = 12) -> str:
-        """For people.
+        """Return the report for people.
 
         Args:
-            depth: parts that a layer's name keeps: 1 is the model, 2 its children.
-            rows: of each list at most.
+            depth: parts of a layer's name to show: 1 is the model, 2 its children.
+            rows: of each list, at most.
         """
         return _table(self, depth, rows)
 
@@ -119,10 +120,10 @@ def _table(report: Report, depth: int, rows: int) -> str:
             "",
             "the same bytes and operations by other chips' figures (their compilers would make "
             "another program):",
-            layers.columns(others, "<><"),
+            table(others, "<><"),
             "",
             "bytes moved, by layer, forward and backward:",
-            layers.columns(_layer_rows(report, depth, rows), "<>>>>"),
+            table(_layer_rows(report, depth, rows), "<>>>>"),
         ]
     buffers = [("bytes", "of them padding", "shape and layout", "operation")]
     buffers += [
@@ -134,7 +135,7 @@ def _table(report: Report, depth: int, rows: int) -> str:
         )
         for buffer in report.buffers[:rows]
     ]
-    lines += ["", "largest arrays in HBM:", layers.columns(buffers, ">><<")]
+    lines += ["", "largest arrays in HBM:", table(buffers, ">><<")]
     return "\n".join(lines)
 
 
@@ -148,16 +149,18 @@ def _memory(report: Report) -> str:
 
 def _costs(report: Report) -> list[str]:
     exchanged = ", ".join(
-        f"{found['count']} {found['kind']} ({size(found['bytes'])})" for found in report.collectives
+        f"{found['count']} {found['kind']} ({size(found['bytes'])})"
+        for found in report.collectives or []
     )
+    seconds, padding = report.roofline_seconds or 0, report.padding or 1
     return [
         f"            arguments {size(report.arguments_bytes)}, temporaries "
         f"{size(report.temporaries_bytes)}, results {size(report.outputs_bytes)} "
         f"({size(report.aliased_bytes)} in place), code {size(report.code_bytes)}",
-        f"moved       {size(report.bytes_accessed)} to and from HBM, {report.padding:.1f} times "
+        f"moved       {size(report.bytes_accessed)} to and from HBM, {padding:.1f} times "
         "what they hold: the rest is padding",
-        f"operations  {report.flops / 1e9:,.3f} Gflop",
-        f"at least    {1e3 * report.roofline_seconds:,.3f} ms, bound by {report.bound}",
+        f"operations  {(report.flops or 0) / 1e9:,.3f} Gflop",
+        f"at least    {1e3 * seconds:,.3f} ms, bound by {report.bound}",
         f"exchanged   {exchanged or 'nothing'}",
         f"compiled    in {report.compile_seconds:.1f} s" + " (an earlier answer)" * report.cached,
     ]
@@ -165,7 +168,7 @@ def _costs(report: Report) -> list[str]:
 
 def _layer_rows(report: Report, depth: int, rows: int) -> list[tuple[str, ...]]:
     groups: dict[str, dict] = {}
-    for layer in report.layers:
+    for layer in report.layers or []:
         name = ".".join(layer["layer"].split(".")[:depth])
         group = groups.setdefault(name, {"bytes": 0, "cycles": 0, "largest_bytes": 0})
         group["bytes"] += layer["bytes"]
@@ -192,8 +195,10 @@ def _layer_rows(report: Report, depth: int, rows: int) -> list[tuple[str, ...]]:
     return shown
 
 
-def size(number: float) -> str:
-    """Bytes for people, in units of 1024 as the compiler's messages have them: ``1.50 GiB``."""
+def size(number: float | None) -> str:
+    """Return bytes for people, in units of 1024 as in the compiler's messages: ``1.50 GiB``."""
+    if number is None:
+        return "unknown"
     for unit in ("B", "KiB", "MiB"):
         if number < 1024:
             return f"{number:.0f} B" if unit == "B" else f"{number:.2f} {unit}"

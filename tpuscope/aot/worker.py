@@ -1,13 +1,15 @@
-"""The process that compiles for a TPU: ``python -P aot_worker.py FOLDER``.
+"""The process that compiles for a TPU: ``python -P worker.py FOLDER``.
 
 It reads ``program.bc`` and ``request.json`` from the folder and leaves ``answer.json`` and, of a
-program that fits, the compiled program in ``dump``: the compiler writes it on its way. (To ask the
-executable for it takes minutes and up to 40 GB, as the machine code is read back with it.)
+program that fits, the compiled program in ``dump``: the compiler writes it while it works.
+(Asking the executable for it takes minutes and up to 40 GB: it reads the machine code back.)
 
 It is a process of its own so that libtpu, which takes gigabytes and aborts on some errors, is never
 loaded where a model lives. It imports nothing of the package.
 """
 
+# pyright: reportAttributeAccessIssue=false
+# (jaxlib has no types for what its C++ modules add.)
 import io
 import json
 import sys
@@ -16,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 
 import numpy as np
-from jax._src.lib import xla_client
+from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 from jax.experimental import topologies
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
@@ -32,10 +34,10 @@ def compile_program(program: bytes, request: dict) -> dict:
         request: ``topology``, ``options`` (of its description), ``cores``, ``effort``, ``aliases``.
 
     Returns:
-        Sizes, costs and seconds.
+        Sizes in bytes, costs, seconds.
 
     Raises:
-        RuntimeError: the compiler refuses; RESOURCE_EXHAUSTED if the program does not fit.
+        RuntimeError: the compiler rejects it; RESOURCE_EXHAUSTED if the program does not fit.
     """
     slice_ = topologies.get_topology_desc(
         platform="tpu", topology_name=request["topology"], **request["options"]
@@ -72,7 +74,7 @@ def compile_program(program: bytes, request: dict) -> dict:
 
 
 def with_aliases(program: bytes, aliases: list[list[int]]) -> bytes:
-    """The program with arguments marked whose memory a result takes over.
+    """Return the program with those arguments marked whose memory a result takes over.
 
     Args:
         aliases: pairs of an argument and a result, by number.

@@ -1,46 +1,43 @@
-"""``mshnet doctor`` on the command line."""
+"""``tpuscope doctor`` on the command line."""
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from ..errors import RequestError
-from . import doctor
+from . import Lines, doctor
+from .machine import Machine
 from .report import TARGETS
+from .software import NEEDED
 
 EPILOG = """\
 examples:
-  what works here, and how to mend what does not:
-      mshnet doctor
-  before a long training, with its data and its folder:
-      mshnet doctor --require tpu --cores 8 --dataset-dir DIR --save-dir runs/first
+  what works here, and how to fix what does not:
+      tpuscope doctor
+  before a long run on eight cores:
+      tpuscope doctor --require tpu --cores 8
   for a program:
-      mshnet doctor --json
+      tpuscope doctor --json
   is the Cloud TPU that was just created ready? (asks Google's service, from any machine)
-      mshnet doctor --cloud NAME --zone us-west4-a --project PROJECT --wait 20
+      tpuscope doctor --cloud NAME --zone us-west4-a --project PROJECT --wait 20
 
-Each device is opened in a process of its own and is free afterwards. Where nothing starts any more
-because a package is broken, `python -m tpuscope.doctor` takes the same flags and needs neither
-torch nor any other package.
+Each device is opened in its own process and is free afterwards. If a broken package keeps a command
+from starting, `python -m tpuscope.doctor` still does: it needs neither torch nor any other package.
 
---cloud asks for state, health, type and addresses of a TPU by its name, with cloud-tpu-client
-(pip install 'mshnet[cloud]') and the credentials of `gcloud auth application-default login`. It has
-no role on the machine that the TPU hangs on, such as Colab's: there `mshnet doctor` looks itself.
+--cloud asks for state, health, type and addresses of a TPU by its name, with cloud-tpu-client and
+the credentials of `gcloud auth application-default login`. It is not needed on the machine that the
+TPU is attached to, such as Colab's.
 
-exit codes: 0 usable (with --require and --cores: what they ask for; otherwise anything that can
-train, and the CPU can), 1 not usable, 2 the request was wrong."""
+exit codes: 0 usable (what --require and --cores ask for, or any device), 1 not usable,
+2 the request was wrong."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of the command; ``args.command`` becomes :func:`run`."""
+    """Add the command's flags; ``args.command`` becomes :func:`run`."""
     parser.epilog = EPILOG
     add = parser.add_argument
     add("--require", choices=TARGETS, help="what has to work; xla is a TPU, or the CPU through XLA")
-    add(
-        "--cores", type=int, default=1, metavar="N", help="cores that have to be there (default: 1)"
-    )
-    add("--dataset-dir", metavar="DIR", help="data set to read and check")
-    add("--save-dir", metavar="DIR", help="folder of a run: can it be written, is there room")
+    add("--cores", type=int, default=1, metavar="N", help="cores it must have (default: 1)")
     add("--compile-cache", metavar="DIR", help="folder of compiled programs to check")
     add(
         "--timeout",
@@ -59,38 +56,40 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar="MINUTES",
-        help="wait so long at most until it is ready and healthy (default: 0)",
+        help="wait at most this long until it is ready and healthy (default: 0)",
     )
     parser.set_defaults(command=run)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Do what the flags ask; returns the exit code.
+def run(
+    args: argparse.Namespace,
+    packages: Mapping[str, str] = NEEDED,
+    extra: Sequence[tuple[str, Callable[[Machine], Lines]]] = (),
+) -> int:
+    """Do what the flags ask for; return the exit code.
+
+    Args:
+        args: parsed flags of :func:`add_flags`.
+        packages: see :func:`tpuscope.doctor.doctor`.
+        extra: see :func:`tpuscope.doctor.doctor`.
 
     Raises:
-        RequestError: they ask for what cannot be.
+        RequestError: a flag's value is wrong, or another flag is missing.
+        Failed: the Cloud TPU service gave no answer.
     """
     if args.cloud is not None:
-        return _ask_the_service(args)
+        from . import cloud
+
+        return cloud.ask(args.cloud, args.zone, args.project, args.wait, args.json)
     for name in ("zone", "project", "wait"):
         if getattr(args, name):
-            raise RequestError(f"--{name} {getattr(args, name)}: is for --cloud NAME; add that")
+            raise RequestError(
+                f"--{name} {getattr(args, name)}: only goes with --cloud NAME; add that", "flag"
+            )
     log: Callable[[str], None] = (lambda text: None) if args.json else print
     report = doctor(
-        args.require,
-        args.cores,
-        args.dataset_dir,
-        args.save_dir,
-        args.compile_cache,
-        args.timeout,
-        log,
+        args.require, args.cores, args.compile_cache, args.timeout, packages, extra, log
     )
     if args.json:
         print(json.dumps(report.as_dict()))
     return 0 if report.usable else 1
-
-
-def _ask_the_service(args: argparse.Namespace) -> int:
-    from .service import ask
-
-    return ask(args.cloud, args.zone, args.project, args.wait, args.json)

@@ -1,15 +1,16 @@
-"""The devices: what is there, and whether it computes the right thing."""
+"""The devices: which are there, and whether they compute the right result."""
 
 import os
 import signal
 from collections import Counter
 from collections.abc import Callable
 
+from .. import versions
 from ..engine import hardware as tpu
 from . import probe
 from .machine import Machine
 from .report import Check, ok, problem, warning
-from .software import PAIR, WRITTEN_FOR, XLA
+from .software import XLA
 
 GET_A_TPU = {
     "Colab": "Runtime > Change runtime type > v5e-1 TPU > Save",
@@ -24,7 +25,7 @@ _HELD = ("already in use", "resource busy", "operation not permitted")
 
 
 def place(machine: Machine, require: str | None = None) -> Check:
-    """Which runtime this is, and its TPU as the PCI bus shows it."""
+    """Report the runtime, and its TPU as the PCI bus shows it."""
     name, chips = machine.place(), machine.chips()
     if not chips:
         how = GET_A_TPU.get(name, "for one: a notebook in Colab or Kaggle, or a Cloud TPU VM")
@@ -43,7 +44,7 @@ def place(machine: Machine, require: str | None = None) -> Check:
 
 
 def driver(machine: Machine) -> list[Check]:
-    """That the chips have device nodes, and that nobody holds them."""
+    """Check that the chips have device nodes, and that no process holds them."""
     if not machine.chips():
         return []
     if not tpu.tpu_nodes(machine.root):
@@ -69,7 +70,7 @@ def driver(machine: Machine) -> list[Check]:
 def processor(
     machine: Machine, limit: float, watch: Callable[[str], None]
 ) -> tuple[list[Check], dict[str, int], dict]:
-    """Plain PyTorch on the CPU; what it knows of CUDA comes with it.
+    """Try plain PyTorch on the CPU; learn what it knows of CUDA.
 
     Returns:
         Checks, cores by target, facts.
@@ -87,7 +88,7 @@ def cuda(
     watch: Callable[[str], None],
     require: str | None = None,
 ) -> tuple[list[Check], dict[str, int]]:
-    """CUDA where torch finds a GPU, or why it finds none although one is there or asked for.
+    """Try CUDA if torch finds a GPU; else report why not, if a GPU is there or required.
 
     Args:
         known: facts that :func:`processor` returned.
@@ -103,7 +104,7 @@ def cuda(
         return [problem("CUDA", "this machine has no NVIDIA GPU", fix, ("cuda",))], {}
     if not known["cuda_build"]:
         detail = f"a GPU is there, but torch {known['torch']} is built without CUDA"
-        fix = f"pip install --force-reinstall torch=={WRITTEN_FOR}"
+        fix = f"pip install --force-reinstall torch=={versions.TORCH_XLA}"
         return [problem("CUDA", detail, fix, ("cuda",))], {}
     detail = f"a GPU is there, but torch (built for CUDA {known['cuda_build']}) finds none"
     fix = "`nvidia-smi` shows whether the driver works and is new enough; CUDA_VISIBLE_DEVICES"
@@ -113,10 +114,10 @@ def cuda(
 def xla(
     machine: Machine, limit: float, watch: Callable[[str], None]
 ) -> tuple[list[Check], dict[str, int]]:
-    """XLA on the TPU if there is one, else on the CPU."""
+    """Try XLA on the TPU if there is one, else on the CPU."""
     name = "TPU" if machine.chips() else "CPU"
     environ = dict(machine.environ)
-    for stale in tpu.stale_variables(environ):  # as a training does
+    for stale in tpu.stale_variables(environ):  # as select_platform of the engine does
         del environ[stale]
     if name == "CPU":
         environ["CPU_NUM_DEVICES"] = "1"
@@ -125,9 +126,7 @@ def xla(
     if not works:
         return checks, {}
     if name == "CPU":
-        from ..engine.torch_xla import VIRTUAL_CORES  # imports torch
-
-        return checks, {"xla": VIRTUAL_CORES}
+        return checks, {"xla": tpu.VIRTUAL_CORES}
     cores = machine.tpu_cores()
     return checks, {"xla": cores, "tpu": cores}
 
@@ -135,7 +134,7 @@ def xla(
 def _judge(
     place: str, name: str, outcome: probe.Outcome, machine: Machine
 ) -> tuple[list[Check], bool]:
-    """A probe's outcome, and whether the device can be used."""
+    """Return the lines for a probe's outcome, and whether the device can be used."""
     blocks = {"cpu": ("cpu",), "cuda": ("cuda",)}.get(place, XLA)
     if not outcome.done:
         fix = _way_out(place, outcome, machine)
@@ -143,7 +142,7 @@ def _judge(
     facts, limit = outcome.facts, probe.TOLERANCE[place]
     numbers = f"product off by {facts['product']:.0e}, gradients by {facts['gradients']:.0e}"
     if not all(facts[name] <= limit for name in ("product", "gradients")):  # nor is NaN
-        detail = f"computes something else than the host: {numbers} (at most {limit:.0e})"
+        detail = f"the results differ from the host's: {numbers} (at most {limit:.0e})"
         fix = "see the variables above; otherwise reinstall the packages, or take another machine"
         return [problem(name, detail, fix, blocks)], False
     kind = f"{facts['device']}, " if facts["device"] and place == "xla:TPU" else ""
@@ -152,18 +151,19 @@ def _judge(
     detail = f"{kind}agrees with the host: {numbers} (at most {limit:.0e}); {steps}"
     if place == "xla:TPU" and facts["cores"] < machine.tpu_cores():
         opened = f"{facts['cores']} of {machine.tpu_cores()} cores"
-        fix = "a slice's machine is tried on one chip; otherwise see the variables above"
+        fix = "expected on a slice, where one chip is tried; otherwise see the variables above"
         return [warning(name, f"{detail}; opened {opened}", fix)], True
     return [ok(name, detail)], True
 
 
 def _way_out(place: str, outcome: probe.Outcome, machine: Machine) -> str:
+    """Return the fix for a probe that did not come to its end."""
     text = outcome.message.lower()
     restart = RESTART.get(machine.place(), "restart the machine")
     if outcome.code is None:
-        return f"{restart}; a first start that is only slow: --timeout 600"
+        return f"{restart}; if the first start is only slow: --timeout 600"
     if outcome.code == -signal.SIGKILL:
-        return "something ended it, such as a machine out of memory: end other programs"
+        return "it was killed, as happens when the machine is out of memory: end other programs"
     if "xla_flags" in text:
         return "unset XLA_FLAGS"
     if place == "xla:TPU" and any(sign in text for sign in _HELD):
@@ -172,9 +172,9 @@ def _way_out(place: str, outcome: probe.Outcome, machine: Machine) -> str:
             "`sudo lsof -w /dev/accel* /dev/vfio/*` and kill it"
         )
     if place == "cpu":
-        return f"pip install --force-reinstall torch=={WRITTEN_FOR}"
+        return f"pip install --force-reinstall torch=={versions.TORCH_XLA}"
     if place == "cuda":
-        return "`nvidia-smi` shows whether the driver works; meanwhile: --device cpu"
+        return "`nvidia-smi` shows whether the driver works; meanwhile: use the CPU"
     if "import" in outcome.stage or place == "xla:CPU":
-        return f"pip install --force-reinstall {PAIR}; meanwhile: --device cpu"
-    return f"{restart}; meanwhile: --device cpu"
+        return f"pip install --force-reinstall {versions.pair()}; meanwhile: use the CPU"
+    return f"{restart}; meanwhile: use the CPU"

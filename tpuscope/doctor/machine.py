@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 from ..engine import hardware as tpu
+from ..host_memory import host_memory
 
 
 @dataclass
@@ -18,7 +19,7 @@ class Machine:
 
     Attributes:
         root: where the machine's file system begins.
-        environ: the environment that training would have.
+        environ: the environment that a program would have.
         search: folders with installed packages; None for Python's own path.
         python: version of Python.
     """
@@ -29,18 +30,18 @@ class Machine:
     python: str = platform.python_version()
 
     def version(self, distribution: str) -> str | None:
-        """Version of an installed package; nothing is imported."""
+        """Return the version of an installed package; nothing is imported."""
         found = self.distribution(distribution)
         return found.version if found else None
 
     def distribution(self, name: str) -> metadata.Distribution | None:
-        """An installed package's metadata."""
+        """Return an installed package's metadata."""
         path = sys.path if self.search is None else self.search
         return next(iter(metadata.distributions(name=name, path=path)), None)
 
     def place(self) -> str:
-        """Whose machine this is."""
-        if "KAGGLE_KERNEL_RUN_TYPE" in self.environ:  # first: Kaggle may hold Colab's packages, too
+        """Return the kind of machine: a notebook service's, a TPU VM, or another."""
+        if "KAGGLE_KERNEL_RUN_TYPE" in self.environ:  # first: Kaggle may have Colab's packages
             return "Kaggle"
         if "COLAB_RELEASE_TAG" in self.environ or self.version("google-colab"):
             return "Colab"
@@ -49,39 +50,27 @@ class Machine:
         return "GPU machine" if list(self.root.glob("dev/nvidia[0-9]*")) else "CPU machine"
 
     def chips(self) -> list[str]:
-        """PCI device ids of TPU chips."""
+        """Return the PCI device id of every TPU chip."""
         return tpu.tpu_pci_ids(self.root)
 
     def tpu_cores(self) -> int:
-        """Cores of all chips."""
+        """Return the number of cores on all chips."""
         return sum(tpu.GENERATIONS[chip].cores for chip in self.chips())
 
     def cpus(self) -> int:
+        """Return the number of CPU cores."""
         return os.cpu_count() or 1
 
-    def memory(self) -> tuple[int, int]:
-        """Bytes of RAM: what this machine or container has, and what is free of it."""
-        table = {}
-        for line in (self.root / "proc/meminfo").read_text().splitlines():
-            name, _, value = line.partition(":")
-            table[name] = int(value.split()[0]) * 1024  # kB
-        total, free = table["MemTotal"], table["MemAvailable"]
-        group = self.root / "sys/fs/cgroup"
-        try:  # a container's limit; the text "max" means none
-            limit = int((group / "memory.max").read_text())
-            used = int((group / "memory.current").read_text())
-            rows = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        except (OSError, ValueError):
-            return total, free
-        used -= int(rows.get("inactive_file", 0))  # files' contents, given up when needed
-        return min(total, limit), min(free, limit - used)
+    def memory(self) -> tuple[int, int] | None:
+        """Return total and available bytes of RAM; None where the system does not tell."""
+        return host_memory(self.root)
 
     def free(self, folder: Path) -> int:
-        """Free bytes of the disk that a folder is on, or would be on."""
+        """Return the free bytes of the disk that a folder is on, or would be on."""
         return shutil.disk_usage(existing(folder)).free
 
 
 def existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
+    """Return the folder, or the nearest parent that exists."""
     folder = Path(folder).absolute()
     return next(path for path in (folder, *folder.parents) if path.is_dir())

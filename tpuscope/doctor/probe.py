@@ -1,7 +1,7 @@
 """Does a device open and compute the right thing? Tried in a process of its own.
 
-A runtime that hangs or aborts takes that process down and no other, nothing is opened in the
-calling one (a notebook, log), and the device is free afterwards.
+A runtime that hangs or aborts ends only that process, nothing is opened in the calling process (a
+notebook), and the device is free afterwards.
 
 This file is both sides: a caller imports :func:`compute` and :func:`imports`; they start this file
 as a script, which prints a line of JSON for each stage it enters. What it entered last is where it
@@ -34,13 +34,13 @@ TOLERANCE = {"xla:TPU": 5e-2, "cuda": 1e-2, "xla:CPU": 1e-4, "cpu": 1e-4}
 
 @dataclass
 class Outcome:
-    """What became of the process.
+    """How the process ended.
 
     Attributes:
-        stage: entered last; ``"done"`` if it came to its end.
+        stage: entered last; ``"done"`` if it completed.
         facts: everything it reported, by name.
         code: its exit code, negative for a signal; None if it was ended after the time limit.
-        message: what it wrote to standard error at last, one line.
+        message: the telling line of its standard error.
         seconds: from its start to its end.
     """
 
@@ -55,7 +55,7 @@ class Outcome:
         return self.stage == "done"
 
     def how_it_ended(self) -> str:
-        """For people, of one that did not come to its end."""
+        """Return, for people, where and how an incomplete process ended."""
         if self.code is None:
             how = f"hung for {self.seconds:.0f} s"
         elif self.code < 0:
@@ -71,13 +71,13 @@ def compute(
     limit: float = 120.0,
     watch: Callable[[str], None] = lambda stage: None,
 ) -> Outcome:
-    """A matrix product and two training steps of a small convolution network, against the host.
+    """Compare a matrix product and two training steps of a small network with the host's.
 
     Args:
         place: ``"xla:TPU"``, ``"xla:CPU"``, ``"cuda"`` or ``"cpu"``.
         environ: of the process.
         limit: seconds until it is ended.
-        watch: told of each stage that is entered.
+        watch: receives each stage as it is entered.
 
     Returns:
         With facts ``torch``, ``cuda_build`` (or None), ``gpus`` (names), and, once done,
@@ -89,7 +89,7 @@ def compute(
 
 
 def imports(names: Sequence[str], environ: Mapping[str, str], limit: float = 120.0) -> dict:
-    """Import packages; one that crashes or hangs does not keep the others from being tried.
+    """Import packages; one that crashes or hangs does not stop the others.
 
     Returns:
         name → None, or what went wrong in one line.
@@ -111,7 +111,7 @@ def _run(
     limit: float,
     watch: Callable[[str], None] = lambda stage: None,
 ) -> Outcome:
-    # It sees the packages that this process sees. -P: not the modules beside this file.
+    # It has this process's packages. -P: without the modules beside this file.
     command = [sys.executable, "-P", *(["-S"] if sys.flags.no_site else []), __file__, *arguments]
     environ = {**environ, "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)}
     outcome, started = Outcome(), time.monotonic()
@@ -124,7 +124,7 @@ def _run(
             stderr=errors,
             text=True,
             errors="replace",
-            start_new_session=True,  # Ctrl-C is this process's affair, which then ends that one
+            start_new_session=True,  # Ctrl-C reaches this process, which then ends that one
         )
         expired = threading.Event()
 
@@ -135,6 +135,7 @@ def _run(
         timer = threading.Timer(limit, expire)
         timer.start()
         try:
+            assert process.stdout is not None
             for line in process.stdout:
                 if line.startswith(_MARK):
                     report = json.loads(line.removeprefix(_MARK))
@@ -146,7 +147,8 @@ def _run(
         finally:
             timer.cancel()
             _kill(process)
-            process.stdout.close()
+            if process.stdout:
+                process.stdout.close()
         outcome.code = None if expired.is_set() else process.wait()
         outcome.seconds = time.monotonic() - started
         errors.seek(0)
@@ -161,7 +163,7 @@ def _kill(process: subprocess.Popen) -> None:
 
 
 def _essence(errors: str) -> str:
-    """The line of standard error that says most: the last that is an error's, else the last."""
+    """Return the last error line of standard error, or its last line."""
     # What follows them is a stack of addresses.
     errors = errors.split("*** Check failure stack trace")[0].split("\nStack")[0]
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
@@ -215,13 +217,13 @@ def _compute(place: str) -> None:
 
 
 def _open_xla(torch_xla, place: str) -> tuple[Any, str, int]:
-    """Device, what it is, and how many cores this process has of it."""
+    """Return the device, its kind, and how many of its cores this process has."""
     import torch_xla.runtime as xr
 
     if place == "xla:TPU":
         from torch_xla._internal import tpu
 
-        with contextlib.suppress(Exception):  # the metadata service is not there everywhere
+        with contextlib.suppress(Exception):  # not every machine has the metadata service
             if tpu.num_tpu_workers() > 1:
                 # One machine of a slice: all of it would wait for the others.
                 tpu.configure_one_chip_topology()
@@ -233,7 +235,7 @@ def _open_xla(torch_xla, place: str) -> tuple[Any, str, int]:
 
 
 def _relative_error(value, reference) -> float:
-    """Length of the difference over length of the reference (float64, on the host)."""
+    """Return the norm of the difference over that of the reference (float64, on the host)."""
     value = value.detach().cpu().double()
     return ((value - reference).norm() / reference.norm()).item()
 
@@ -245,7 +247,7 @@ def _product_error(torch, device) -> float:
 
 
 def _training_step(torch, device) -> dict:
-    """Two steps: the first one compiles on XLA."""
+    """Time two steps, of which XLA compiles the first, and compare the results."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(
         torch.nn.Conv2d(1, 8, 3, padding=1, bias=False),
@@ -269,7 +271,7 @@ def _training_step(torch, device) -> dict:
 
     # XLA counts its devices at the first backward pass of a process: the host comes second.
     theirs = copy.deepcopy(net).to(device)
-    seconds = []
+    seconds, got = [], []
     for _ in range(2):
         started = time.perf_counter()
         got = step(theirs, images.to(device), targets.to(device))

@@ -1,24 +1,26 @@
-"""What a check says, and all of them together."""
+"""Lines of the report, and the verdict over all of them."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..tables import table
+
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 
-# What can be asked for, best first. "xla" is XLA on whatever there is: a TPU, or the CPU.
+# What can be required, best first. "xla" is XLA on a TPU if there is one, else on the CPU.
 TARGETS = ("tpu", "cuda", "xla", "cpu")
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line.
+    """One line of the report.
 
     Attributes:
-        name: of what was looked at.
+        name: of what was checked.
         status: ``OK``, ``WARNING`` or ``PROBLEM``.
         detail: what was found.
         fix: what to type or click; empty where nothing needs to change.
-        blocks: the targets on which training cannot run because of it.
+        blocks: the targets that cannot be used because of it.
     """
 
     name: str
@@ -41,7 +43,7 @@ def problem(name: str, detail: str, fix: str, blocks: tuple[str, ...] = TARGETS)
 
 
 def refused(name: str, error: Exception, blocks: tuple[str, ...] = TARGETS) -> Check:
-    """From an exception whose message says what is wrong, then after a semicolon what to do."""
+    """Return a problem from an exception: the fault, a semicolon, the fix."""
     detail, _, fix = " ".join(str(error).split()).partition("; ")
     return problem(name, detail, fix, blocks)
 
@@ -52,7 +54,7 @@ class Report:
 
     Attributes:
         checks: in the order to show them.
-        works: target → cores that can train there, of those that computed the right thing.
+        works: target → its cores, of devices that computed the right result.
         facts: of the machine, plain values.
         require: the target asked for, or None for any.
         cores: asked for.
@@ -66,50 +68,49 @@ class Report:
 
     @property
     def targets(self) -> list[str]:
-        """Where training can run, with the cores asked for; best first."""
+        """Targets that can be used with the cores asked for; best first."""
         blocked = {target for check in self.checks for target in check.blocks}
         return [t for t in TARGETS if self.works.get(t, 0) >= self.cores and t not in blocked]
 
     @property
     def usable(self) -> bool:
-        """Whether what was asked for is there."""
+        """Whether what was required works."""
         return self.require in self.targets if self.require else bool(self.targets)
 
     def verdict(self) -> str:
-        """The last line."""
+        """Return the last line."""
         asked = [f"--require {self.require}"] if self.require else []
         asked += [f"--cores {self.cores}"] if self.cores > 1 else []
         wanted = f" for {' '.join(asked)}" if asked else ""
         there = "training can run on " + ", ".join(self.targets)
         if not self.usable:
-            rest = there if self.targets else "nothing here can train"
+            rest = there if self.targets else "no device here works"
             return f"not usable{wanted}: {self._reason()}; {rest}"
         counts = {s: sum(check.status == s for check in self.checks) for s in (PROBLEM, WARNING)}
         noted = [f"{n} {s}{'s' * (n > 1)}" for s, n in counts.items() if n]
         return f"usable{wanted}: {there}" + (f" ({', '.join(noted)} above)" if noted else "")
 
     def _reason(self) -> str:
-        """Why it is not usable: the first check that blocks all that would do, or the cores."""
+        """Return why it is not usable: the first check that blocks every target, or the cores."""
         wanted = {self.require} if self.require else set(TARGETS)
         for blocked in (wanted, wanted & {"cpu"}):  # of all targets the CPU is the last resort
             for check in self.checks:
                 if blocked and blocked <= set(check.blocks):
                     return f"{check.name}, {check.detail.rstrip('.')}"
         cores = max((self.works.get(target, 0) for target in wanted), default=0)
-        return f"at most {cores} core{'s' * (cores != 1)} can be had"
+        return f"at most {cores} core{'s' * (cores != 1)} can be used"
 
     def table(self) -> str:
-        """For people: a line a check, its fix below it, the verdict at the end."""
-        name_width = max((len(check.name) for check in self.checks), default=0)
-        lines = []
+        """Return the report for people: a line a check, its fix below it, the verdict last."""
+        rows = []
         for check in self.checks:
-            lines.append(f"{check.status:<8} {check.name:<{name_width}}  {check.detail}")
+            rows.append((check.status, check.name, check.detail))
             if check.fix:
-                lines.append(f"{'':<8} {'':<{name_width}}  → {check.fix}")
-        return "\n".join([*lines, "", self.verdict()])
+                rows.append(("", "", f"→ {check.fix}"))
+        return f"{table(rows)}\n\n{self.verdict()}"
 
     def as_dict(self) -> dict:
-        """Plain values for ``--json``."""
+        """Return plain values for ``--json``."""
         fields = ("name", "status", "detail", "fix")
         return {
             "usable": self.usable,

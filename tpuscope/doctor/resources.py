@@ -1,104 +1,128 @@
-"""Memory, processors, shared memory and disks, against what a training needs."""
+"""Memory, shared memory, disks, Google Drive, and the folder of compiled programs."""
 
-import time
+import errno
+import tempfile
 from pathlib import Path
 
+from ..drives import DRIVE, MOUNT_DRIVE, is_remote
+from ..files import cache_folder
+from ..timeouts import call_with_timeout
 from .machine import Machine, existing
 from .report import Check, ok, problem, warning
+from .software import XLA
 
-# The least time of a v5e core's training step, in bfloat16 at 256×256, is an estimate: benchmarks/
-# scaling.py and GUIDE.md.
-IMAGES_A_SECOND = 360  # of one core with 32 images
-# Peak of a training process of the official size, batch 4 at 256×256: 2.2 GB on the CPU, 2.5 GB$
-# with XLA on the CPU (ru_maxrss); and something for the loader.
-MEMORY = 3e9
-# IRSTD-1k, decoded to a grey image and a mask: 1,001 × 512 × 512 × 2 bytes.
-DATA = 0.53e9
+DRIVE_TIMEOUT = 15.0  # seconds
+# A process that imports torch_xla and trains a net of a few hundred weights on the CPU peaks at
+# 1.04 GB (ru_maxrss, the probe of this package); without XLA at 0.72.
+MEMORY = 2e9
+SHARED_MEMORY = 512e6  # Docker gives 64 MB, a virtual machine half of its memory
+DISK = 1e9  # a checkpoint or two
 
 
-def memory(machine: Machine) -> Check:
-    total, free = machine.memory()
+def memory(machine: Machine) -> list[Check]:
+    """Report the memory of the machine or its container."""
+    found = machine.memory()
+    if found is None:
+        return []
+    total, free = found
     detail = f"{free / 1e9:.1f} of {total / 1e9:.1f} GB free"
     if free >= MEMORY:
-        return ok("memory", detail)
-    fix = "end other programs; smaller: --batch-size, --crop-size, --cache disk"
-    return warning("memory", f"{detail}; a training of the official size takes up to 3", fix)
-
-
-def loader(machine: Machine) -> Check:
-    """How fast the processors make training samples, measured; against what the TPU can take."""
-    from mshnet.training.config import default_workers
-
-    rate, workers = samples_a_second(), default_workers()
-    processes = max(1, workers)  # without workers, the training process itself loads
-    speed = f"{machine.cpus()} CPU cores make about {rate * processes:,.0f} samples/s"
-    speed += f" ({processes} loader process{'es' * (processes > 1)} of {rate:,.0f})"
-    cores = machine.tpu_cores()
-    if not cores:
-        return ok("loader", speed)
-    need = cores * IMAGES_A_SECOND
-    what = f"{cores} TPU core{'s' * (cores > 1)} may take {need:,} (v5e, batch 32 a core, estimate)"
-    if rate * processes >= need:
-        return ok("loader", f"{speed}; {what}")
-    if rate * (machine.cpus() - 1) >= need:
-        return warning("loader", f"{speed}; {what}", f"--workers {-int(-need // rate)}")
-    fix = "expect the TPU to wait for data; a machine with more CPU cores helps"
-    return warning("loader", f"{speed}; {what}", fix)
-
-
-def samples_a_second(seconds: float = 0.3) -> float:
-    """Augmented samples of 256×256 from one 512×512 grey image, in this process."""
-    import numpy as np
-
-    from mshnet.data.augment import augment
-
-    rng = np.random.default_rng(0)
-    image = rng.integers(0, 256, (512, 512), np.uint8)
-    mask = (image > 250).astype(np.uint8)
-    count, started = 0, time.perf_counter()
-    while time.perf_counter() - started < seconds:
-        augment(image, mask, 256, 256, rng)
-        count += 1
-    return count / (time.perf_counter() - started)
+        return [ok("memory", detail)]
+    detail += "; PyTorch with XLA takes 1 GB before any model or data"
+    return [warning("memory", detail, "end other programs; take smaller batches, fewer workers")]
 
 
 def shared_memory(machine: Machine) -> list[Check]:
-    """/dev/shm, through which loader processes hand over their batches."""
-    from mshnet.training.config import default_workers
-
-    folder, workers = machine.root / "dev/shm", default_workers()
-    if not folder.is_dir() or not workers:
+    """Report /dev/shm, through which a DataLoader's workers hand over their batches."""
+    folder = machine.root / "dev/shm"
+    if not folder.is_dir():
         return []
     free = machine.free(folder)
-    # torch's DataLoader keeps two batches a process ready; a grey image and its mask are uint8.
-    largest = int(free // (workers * 2 * 2 * 256 * 256))
     detail = f"/dev/shm has {free / 1e6:,.0f} MB free"
-    if largest >= 256:
+    if free >= SHARED_MEMORY:
         return [ok("shared memory", detail)]
-    detail += f": batches of up to {largest} images of 256×256 with {workers} loader processes"
-    fix = "--workers 0, or in Docker: docker run --shm-size=2g"
-    return [warning("shared memory", f"{detail} (a 'Bus error' is what more ends in)", fix)]
+    detail += "; loader workers that need more end in a 'Bus error'"
+    fix = "DataLoader(num_workers=0), or in Docker: docker run --shm-size=2g"
+    return [warning("shared memory", detail, fix)]
 
 
-def disks(machine: Machine, save_dir: str | None) -> list[Check]:
-    """Room for a run where it is written, and for a cache of decoded images."""
-    from mshnet.training.config import Config
-    from mshnet.training.trainer import bytes_of_a_run
-
-    config = Config()
-    need = bytes_of_a_run(config.widths, config.depths)
-    place = existing(Path(save_dir or "weight"))
-    free = machine.free(place)
-    detail = f"{free / 1e9:.1f} GB free in {place}; a run writes up to {need / 1e6:.0f} MB"
-    if free < need:
-        fix = "free some space, or --save-dir on another disk"
-        checks = [problem("disk", detail, fix)]
-    else:
-        checks = [ok("disk", detail)]
-    cache = Path(machine.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    room = machine.free(cache)
-    if room < 2 * DATA:
-        text = f"{room / 1e9:.1f} GB free in {existing(cache)}; --cache disk decodes images there "
-        text += f"(IRSTD-1k: {DATA / 1e9:.2g} GB)"
-        checks.append(warning("data cache", text, "set XDG_CACHE_HOME to another disk"))
+def disks(machine: Machine) -> list[Check]:
+    """Report the room in the working folder and in the cache folder."""
+    checks = []
+    for folder, fix in (
+        (Path.cwd(), "free some space, or work on another disk"),
+        (cache_folder(""), "free some space, or set XDG_CACHE_HOME to another disk"),
+    ):
+        place, free = existing(folder), machine.free(folder)
+        detail = f"{free / 1e9:.1f} GB free in {place}"
+        checks.append(ok("disk", detail) if free >= DISK else warning("disk", detail, fix))
     return checks
+
+
+def drive(machine: Machine) -> list[Check]:
+    """Check Google Drive as Colab mounts it: a file can be written, read and deleted."""
+    mounts = (machine.root / "proc/self/mounts").read_text(errors="surrogateescape")
+    folder = machine.root / DRIVE.relative_to("/") / "MyDrive"
+    try:
+        if not call_with_timeout(DRIVE_TIMEOUT, lambda: is_remote(DRIVE, mounts)):
+            if machine.place() != "Colab":
+                return []
+            detail = "not mounted: what this session writes is gone when it ends"
+            return [warning("Drive", detail, MOUNT_DRIVE)]
+        call_with_timeout(DRIVE_TIMEOUT, lambda: _write_read_delete(folder))
+        return [ok("Drive", f"{DRIVE}/MyDrive: wrote, read and deleted a file")]
+    except TimeoutError:
+        detail = f"mounted, but did not answer for {DRIVE_TIMEOUT:.0f} s"
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            fix = "empty Drive's bin, which also counts"
+            return [problem("Drive", f"full: {error.strerror}", fix, ())]
+        detail = f"mounted, but cannot be used: {error.strerror or error}"
+        if error.errno == errno.ENOTCONN:
+            detail = "mounted, but the connection is dead (Transport endpoint is not connected)"
+    remount = MOUNT_DRIVE.replace('")', '", force_remount=True)')
+    return [problem("Drive", detail, f"{remount}; or Runtime > Restart session, then mount", ())]
+
+
+def _write_read_delete(folder: Path) -> None:
+    """Write a small file, read it back and delete it.
+
+    Raises:
+        OSError: one of these failed.
+    """
+    content = b"tpuscope doctor"
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".tpuscope-doctor-") as file:
+        file.write(content)
+        file.flush()
+        if Path(file.name).read_bytes() != content:
+            raise OSError("the file that was written reads differently")
+
+
+def compile_cache(folder: str | None, on_tpu: bool) -> list[Check]:
+    """Check the folder for compiled programs; leave it as it was."""
+    if folder is None:
+        return []
+    path = Path(folder)
+    fault = write_fault(path)
+    if fault:
+        fix = "choose another folder for compiled programs"
+        return [problem("compile cache", f"{path} {fault}", fix, XLA)]
+    files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else []
+    size = sum(file.stat().st_size for file in files)
+    detail = f"{path}: {size / 1e6:.1f} MB in {len(files)} files"
+    if on_tpu:
+        detail += "; misses are reported for torch_xla 2.9 (pytorch/xla#9094)"
+        return [ok("compile cache", detail)]
+    detail += "; XLA on the CPU writes programs and cannot load them"
+    return [warning("compile cache", detail, "use no compile cache without a TPU")]
+
+
+def write_fault(folder: Path) -> str | None:
+    """Return why no file can be written in a folder or its nearest parent; None if one can."""
+    if folder.exists() and not folder.is_dir():
+        return "is a file"
+    try:
+        with tempfile.TemporaryFile(dir=existing(folder)):
+            return None
+    except OSError as error:
+        return f"cannot be written ({error.strerror})"

@@ -1,4 +1,4 @@
-"""Environment variables that break or change a start, each with what supports the claim."""
+"""Environment variables that break or change the start of a program."""
 
 from pathlib import Path
 
@@ -14,9 +14,9 @@ XRT = ("XRT_TPU_CONFIG", "XRT_WORKERS", "XRT_DEVICE_MAP", "COLAB_TPU_ADDR")
 
 
 def variables(machine: Machine) -> list[Check]:
-    """One line for each variable that is wrong; one in all if none is."""
+    """Return a line for each wrong variable, or one line if none is."""
     found = [check for look in _LOOKS for check in look(machine)]
-    return found or [ok("environment variables", "none that breaks a start")]
+    return found or [ok("environment variables", "none that breaks a program's start")]
 
 
 def _platform(machine: Machine) -> list[Check]:
@@ -24,13 +24,15 @@ def _platform(machine: Machine) -> list[Check]:
     if value is None:
         return []
     if value not in PLATFORMS:
-        detail = f"PJRT_DEVICE={value!r} is no platform of torch_xla; programs stop when they open"
+        detail = (
+            f"PJRT_DEVICE={value!r} is not a platform of torch_xla; programs stop when they open"
+        )
         return [warning("PJRT_DEVICE", f"{detail} the device", "unset PJRT_DEVICE")]
     if value == "CPU" and machine.chips():
-        detail = "PJRT_DEVICE=CPU, and this machine has a TPU: --use-tpu would run on the CPU"
+        detail = "PJRT_DEVICE=CPU, and this machine has a TPU: XLA programs run on the CPU"
         return [problem("PJRT_DEVICE", detail, "unset PJRT_DEVICE", ("tpu",))]
     if value == "TPU" and not machine.chips():
-        detail = "PJRT_DEVICE=TPU, and this machine has no TPU: other programs wait for one"
+        detail = "PJRT_DEVICE=TPU, and this machine has no TPU: XLA programs wait for one"
         return [warning("PJRT_DEVICE", detail, "unset PJRT_DEVICE")]
     return []
 
@@ -39,15 +41,16 @@ def _kaggle(machine: Machine) -> list[Check]:
     stale = tpu.stale_variables(machine.environ)
     if not stale:
         return []
-    detail = "left by a larger slice; the TPU then expects more workers. mshnet removes them itself"
-    return [warning(" and ".join(stale), detail, f"for other programs: unset {' '.join(stale)}")]
+    detail = "left by a larger slice; the TPU then expects more workers"
+    fix = f"unset {' '.join(stale)} (tpuscope's engine does it for the programs that use it)"
+    return [warning(" and ".join(stale), detail, fix)]
 
 
 def _xrt(machine: Machine) -> list[Check]:
     set_here = [name for name in XRT if name in machine.environ]
     if not set_here:
         return []
-    detail = "set as in guides of PyTorch/XLA 1.x; it has no effect any more"
+    detail = "set as in guides of PyTorch/XLA 1.x; it has no effect today"
     return [warning(" and ".join(set_here), detail, f"unset {' '.join(set_here)}")]
 
 
@@ -57,7 +60,7 @@ def _bfloat16(machine: Machine) -> list[Check]:
     for name in ("XLA_USE_BF16", "XLA_DOWNCAST_BF16"):
         if machine.environ.get(name, "0") not in ("", "0", "false"):
             detail = "turns every float32 on the device into bfloat16, sums and weights too"
-            fix = f"unset {name}; --precision bf16 keeps those in float32"
+            fix = f"unset {name}; torch.autocast('xla', torch.bfloat16) keeps those in float32"
             found.append(problem(name, detail, fix, ("tpu", "xla")))
     return found
 
@@ -70,7 +73,7 @@ def _chips(machine: Machine) -> list[Check]:
     name = next(n for n in ("TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES") if machine.environ.get(n))
     detail = f"{value}: torch_xla sees {len(value.split(','))} of {chips} chips"
     names = f"{name} TPU_CHIPS_PER_PROCESS_BOUNDS TPU_PROCESS_BOUNDS"
-    return [warning(name, detail, f"unset {names}, if nobody meant it")]
+    return [warning(name, detail, f"unset {names}, unless it is intended")]
 
 
 def _metadata(machine: Machine) -> list[Check]:
@@ -87,11 +90,11 @@ def _libraries(machine: Machine) -> list[Check]:
     preloaded = machine.environ.get("LD_PRELOAD", "").replace(":", " ").split()
     gone = [path for path in preloaded if path.startswith("/") and not _there(machine, path)]
     if gone:
-        detail = f"{', '.join(gone)} does not exist; every program complains of it as it starts"
+        detail = f"{', '.join(gone)} does not exist; every program prints an error about it"
         found.append(warning("LD_PRELOAD", detail, "unset LD_PRELOAD, or install the library"))
     library = machine.environ.get("TPU_LIBRARY_PATH")
     if library and not _there(machine, library):
-        detail = f"{library} does not exist, and torch_xla takes no other libtpu"
+        detail = f"{library} does not exist, and torch_xla looks for libtpu nowhere else"
         fix, blocks = "unset TPU_LIBRARY_PATH", ("tpu", "xla") if machine.chips() else ()
         found.append(problem("TPU_LIBRARY_PATH", detail, fix, blocks))
     return found

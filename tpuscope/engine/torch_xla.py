@@ -20,9 +20,8 @@ from .. import versions
 from ..timeouts import call_with_timeout
 from . import _private, hardware, metrics
 from ._private import XlaUnavailable
+from .hardware import VIRTUAL_CORES
 from .metrics import Counters
-
-VIRTUAL_CORES = 8  # cores that XLA on the CPU can be asked for: as many as one TPU machine has
 
 # How chips lie on a host's board, by their number: x, y, z of Google's topology variables.
 _BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
@@ -59,7 +58,7 @@ def tpu_chips() -> int:
 
 
 def tpu_cores() -> int:
-    """Cores (XLA devices) of this machine's TPU: two a chip on v2 and v3, one on later ones."""
+    """Cores (XLA devices) of this machine's TPU: see ``hardware.GENERATIONS``."""
     return tpu_chips() * _cores_per_chip()
 
 

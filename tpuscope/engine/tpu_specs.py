@@ -1,4 +1,4 @@
-"""What a TPU chip can do, by generation: published figures, and what programs may use.
+"""TPU chips by generation: published figures, usable memory, and slices that compile.
 
 A roofline is arithmetic with these: a program takes at least as long as its operations at peak
 rate, and at least as long as its bytes at full bandwidth.
@@ -8,30 +8,36 @@ import math
 import re
 from dataclasses import dataclass
 
+from ..errors import RequestError
+
 GIB = 2**30
 
 
-class UnknownTopology(ValueError):
+class UnknownTopology(RequestError):
     """No TPU slice has this name, or none that the compiler is known to accept."""
+
+    def __init__(self, message: str, code: str = "unknown-topology"):
+        super().__init__(message, code)
 
 
 @dataclass(frozen=True)
 class Chip:
-    """One generation. Figures are a chip's, unless they are said to be a core's.
+    """One generation. Figures are of a whole chip unless the line names a core.
 
-    A core is what XLA calls a device. v2, v3 and v4 chips have two TensorCores, which the compiler
-    takes as two cores with half of the chip each; v5p's two work as one.
+    A core is what XLA calls a device. v2, v3, v4 and 7x chips have two TensorCores, which the
+    compiler takes as two cores with half of the chip each; v5p's two work as one.
 
     Attributes:
         generation: as topologies name it, such as ``"v5e"``.
-        cores: of a chip.
+        cores: on a chip.
         peak: bfloat16 floating-point operations a second.
         hbm: bytes of memory.
         bandwidth: bytes a second between HBM and the cores.
         links: bytes a second to other chips, both directions of all links together; None where
             Google's documentation gives no figure.
         usable: bytes of HBM that a program on one core may take; the rest is reserved. Read from
-            the refusals of libtpu 0.0.21.1 ("Used … of 15.75G hbm").
+            the error messages of libtpu 0.0.21.1 ("Used … of 15.75G hbm"); None if it does not
+            compile for this generation.
         slices: shapes, in chips, that compile with libtpu 0.0.21.1.
         source: where the figures are published.
     """
@@ -42,12 +48,12 @@ class Chip:
     hbm: float
     bandwidth: float
     links: float | None
-    usable: int
+    usable: int | None
     slices: tuple[str, ...]
     source: str
 
     def roofline(self, flops: float, accessed: float) -> tuple[float, str]:
-        """The least time that a program takes on one core, and what sets it.
+        """Return the least time that a program takes on one core, and its bottleneck.
 
         Args:
             flops: floating-point operations of one core.
@@ -78,6 +84,8 @@ CHIPS = {
         Chip("v5e", 1, 197e12, 16 * GIB, 819e9, 400e9, int(15.75 * GIB), _E, _DOCS + "v5e"),
         Chip("v5p", 1, 459e12, 95 * GIB, 2765e9, 1200e9, int(95.74 * GIB), _CUBES, _DOCS + "v5p"),
         Chip("v6e", 1, 918e12, 32 * GIB, 1638e9, 800e9, int(31.25 * GIB), _E, _DOCS + "v6e"),
+        # libtpu 0.0.21.1 answers "Invalid TPU external name: TPU7x": no slice compiles.
+        Chip("7x", 2, 2307e12, 192 * GIB, 7380e9, None, None, (), _DOCS + "tpu7x"),
     )
 }  # fmt: skip
 
@@ -91,19 +99,19 @@ class Topology:
 
     @classmethod
     def parse(cls, name: str) -> "Topology":
-        """From a name such as ``"v5e:2x4"``.
+        """Return the slice with a name such as ``"v5e:2x4"``.
 
         Raises:
-            UnknownTopology: with the names that would do.
+            UnknownTopology: lists the names that are known.
         """
-        found = re.fullmatch(r"(v\d\w?):(\d+(?:x\d+)+)", name)
-        chip = CHIPS.get(found[1]) if found else None
-        if chip is None:
+        generation, _, shape = name.partition(":")
+        chip = CHIPS.get(generation)
+        if chip is None or not chip.slices or not re.fullmatch(r"\d+(x\d+)+", shape):
             raise UnknownTopology(f"{name} is not known; choose one of {' '.join(names())}")
-        if found[2] not in chip.slices:
-            here = " ".join(f"{chip.generation}:{shape}" for shape in chip.slices)
-            raise UnknownTopology(f"{name} is not a known slice of {chip.generation}; use {here}")
-        return cls(chip, found[2])
+        if shape not in chip.slices:
+            here = " ".join(f"{generation}:{known}" for known in chip.slices)
+            raise UnknownTopology(f"{name} is not a known slice of {generation}; use {here}")
+        return cls(chip, shape)
 
     @property
     def sides(self) -> tuple[int, ...]:
@@ -112,7 +120,7 @@ class Topology:
 
     @property
     def cores(self) -> int:
-        """Of all its chips."""
+        """Cores of all chips."""
         return math.prod(self.sides) * self.chip.cores
 
     def __str__(self) -> str:
@@ -120,5 +128,5 @@ class Topology:
 
 
 def names() -> list[str]:
-    """All topologies that are known to compile."""
+    """Return all topologies that are known to compile."""
     return [f"{chip.generation}:{shape}" for chip in CHIPS.values() for shape in chip.slices]

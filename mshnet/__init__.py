@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .version import __version__
+from tpuscope.version import __version__
 
 if TYPE_CHECKING:
     from tpuscope.errors import RequestError

@@ -11,7 +11,14 @@ import pytest
 import torch
 from PIL import Image
 
-torch.set_num_threads(2)  # also where the machine has more: small tensors gain nothing from them
+# Small tensors gain nothing from more threads, and the workers of pytest-xdist share the cores.
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+
+
+def pytest_runtest_setup() -> None:
+    # Which worker runs a test, and after which others, must not change its numbers.
+    torch.manual_seed(0)
+
 
 SIRST_BESIDE = Path(__file__).parents[2] / "shared" / "datasets" / "SIRST"
 

@@ -6,4 +6,3 @@ STRATEGIES = ("spmd", "launch")
 CACHES = ("ram", "disk", "none")
 FOLDS = (0, 1, 2, 4, 8, 16)  # space-to-depth factors
 PHASES = ("train", "warmup", "eval")  # of a step that `mshnet aot` compiles
-EFFORTS = ("fast", "full")  # of tpuscope.aot, which imports torch

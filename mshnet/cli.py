@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tpuscope.aot import EFFORTS
 from tpuscope.cli import Parser, run
 from tpuscope.errors import RequestError
 
-from .choices import CACHES, DEVICES, EFFORTS, PHASES, PRECISIONS, STRATEGIES
+from .choices import CACHES, DEVICES, PHASES, PRECISIONS, STRATEGIES
 from .doctor import add_flags as doctor_flags
 from .training.config import MOST_WORKERS, Config, default_workers
 from .version import __version__

@@ -1,6 +1,6 @@
-"""A training of a narrow network as a process of its own: ``python small.py '{"overrides": …}'``.
+"""A training run of a narrow network: in this process, or ``python small.py '{"overrides": …}'``.
 
-For what the command line cannot be asked for (other widths) and a test cannot do to itself.
+The command line has no flag for the widths, and a test cannot kill its own process.
 """
 
 import json
@@ -19,28 +19,29 @@ NARROW = {
 }
 
 
-def arguments(overrides, resume=None):
-    """The command of a training; ``overrides`` as for ``jobs.train``."""
-    overrides = overrides if resume not in (None, "auto") else NARROW | overrides
-    return [sys.executable, __file__, json.dumps({"overrides": overrides, "resume": resume})]
+def request(overrides, resume=None):
+    """Arguments of ``api.train``; a run that is resumed by its folder has its own widths."""
+    return (overrides if resume not in (None, "auto") else NARROW | overrides), resume
 
 
-def environment(**variables):
-    """One thread: beside other work, two that wait for each other are slower."""
-    return os.environ | {"OMP_NUM_THREADS": "1", "PJRT_DEVICE": "CPU"} | variables
+def train(overrides, resume=None):
+    """Train in this process; the messages, one a line."""
+    from mshnet import api
+
+    messages = []
+    api.train(*request(overrides, resume), messages.append)
+    return "\n".join(messages)
 
 
 def start(overrides, resume=None, **kwargs):
-    """Begin a training; the process, with its standard output in a pipe unless told otherwise."""
+    """Start training in a new process; its standard output goes to a pipe by default.
+
+    It uses one thread: beside other work, two threads that wait for each other are slower.
+    """
     kwargs = {"stdout": subprocess.PIPE, "text": True} | kwargs
-    return subprocess.Popen(arguments(overrides, resume), env=environment(), **kwargs)
-
-
-def run(overrides, resume=None, **kwargs):
-    """Train to the end; the finished process with its output."""
-    return subprocess.run(
-        arguments(overrides, resume), capture_output=True, text=True, env=environment(), **kwargs
-    )
+    command = [sys.executable, __file__, json.dumps(request(overrides, resume))]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PJRT_DEVICE": "CPU"}
+    return subprocess.Popen(command, env=environment, **kwargs)
 
 
 def main():
@@ -48,9 +49,8 @@ def main():
     from mshnet.training.preemption import EXIT_CODES
     from tpuscope.engine.replicas import ReplicaFailed
 
-    request = json.loads(sys.argv[1])
     try:
-        result = api.train(request["overrides"], request["resume"])
+        result = api.train(*json.loads(sys.argv[1]))
     except RequestError as error:
         print(error, file=sys.stderr)
         return 2

@@ -171,7 +171,7 @@ def test_the_last_finite_checkpoint_survives_divergence(scenes, tmp_path):
 
 @pytest.mark.parametrize("then", [SAVE, STOP])
 def test_no_checkpoint_within_an_epoch_holds_nan(scenes, tmp_path, monkeypatch, then):
-    monkeypatch.setattr(api, "Session", interrupted(1, then))
+    monkeypatch.setattr(api, "Session", interrupted(2, then))
     settings = NARROW | {"dataset_dir": scenes, "device": "cpu", "lr": 1e30, "batch_size": 2}
     with pytest.raises(TrainingDiverged, match="epoch 1"):
         api.train(settings | {"save_dir": str(tmp_path / "run")})

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tpuscope import aot
-from tpuscope.aot import compiler
+from tpuscope.aot import compiler, file_step
 from tpuscope.aot.report import size
 from tpuscope.cli import main
 from tpuscope.engine import torch_xla as runtime
@@ -427,23 +427,40 @@ def test_a_step_of_a_file_is_compiled_for_eight_cores(net, capfd):
     assert "8 cores" in out and "an earlier answer" in out
 
 
-@pytest.mark.parametrize(
-    ("step", "flags", "expected"),
-    [
-        ("training", ["--topology", "v5e:2x4", "--arg", "batch_size=9"], "(9, 1, 16, 16)"),
-        ("number", [], "not int"),
-        ("fails", [], "raised KeyError, line 24"),
-        ("reads", [], "reads a value"),
-        ("absent", [], "no function absent"),
-        ("training", ["--arg", "size=1"], "unexpected keyword argument 'size'"),
-    ],
-)
-def test_a_wrong_function_is_one_line(net, no_compiler_process, capfd, step, flags, expected):
-    assert main(["aot", f"{net}:{step}", *flags]) == 2
+def test_a_wrong_function_is_one_line(net, no_compiler_process, capfd):
+    flags = ["--topology", "v5e:2x4", "--arg", "batch_size=9"]
+    assert main(["aot", f"{net}:training", *flags]) == 2
     out, err = capfd.readouterr()
     assert out == ""
     [line] = [line for line in err.splitlines() if line.startswith("tpuscope: ")]
-    assert expected in line
+    assert "(9, 1, 16, 16)" in line
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "code", "expected"),
+    [
+        ("number", {}, "step-return", "not int"),
+        ("fails", {}, "step-raised", "raised KeyError, line 23"),
+        ("reads", {}, "step-is-cut", "reads a value"),
+        ("absent", {}, "no-such-function", "no function absent"),
+        ("training", {"size": 1}, "step-raised", "'size'"),
+    ],
+)
+def test_what_is_wrong_in_a_file_has_a_code(xla, net, function, arguments, code, expected):
+    with pytest.raises(RequestError) as error:
+        file_step.trace_file(str(net), function, arguments, 1)
+    assert error.value.code == code
+    assert expected in str(error.value)
+
+
+def test_a_file_that_is_no_python_is_a_wrong_request(xla, tmp_path):
+    (tmp_path / "net.py").write_text("def training(:\n")
+    with pytest.raises(RequestError, match=r"SyntaxError, line 1"):
+        file_step.trace_file(str(tmp_path / "net.py"), "training", {}, 1)
+    (tmp_path / "net.txt").write_text("")
+    with pytest.raises(RequestError) as error:
+        file_step.trace_file(str(tmp_path / "net.txt"), "training", {}, 1)
+    assert error.value.code == "no-such-file"
 
 
 @pytest.mark.parametrize(

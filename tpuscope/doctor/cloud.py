@@ -20,6 +20,7 @@ from typing import Any
 
 from .. import versions
 from ..errors import Failed, RequestError
+from ..tables import table
 from ..timeouts import call_with_timeout
 
 SCOPE = "https://www.googleapis.com/auth/cloud-platform"
@@ -62,35 +63,31 @@ class Node:
         if self.usable:
             return ""
         if self.state in ("PREEMPTED", "TERMINATED"):
-            kind = self.accelerator_type or "TYPE"
-            return (
-                f"Google took it back for good: {GCLOUD} delete {where}; then "
-                f"{GCLOUD} create {where} --accelerator-type={kind} --version=VERSION"
-            )
+            new = f"--accelerator-type={self.accelerator_type or 'TYPE'} --version=VERSION"
+            create = f"{GCLOUD} delete {where}; then {GCLOUD} create {where} {new}"
+            return f"Google took it back for good: {create}"
         if self.state in ("STOPPED", "STOPPING"):
             return f"{GCLOUD} start {where}"
         if self.state in _ON_ITS_WAY:
             return "it is starting: --wait 20 waits for it"
         if self.state == "READY":
-            return (
-                f"--wait 20 waits until it is healthy; if it stays so: {GCLOUD} stop {where}; "
-                f"then {GCLOUD} start {where}"
-            )
+            restart = f"{GCLOUD} stop {where}; then {GCLOUD} start {where}"
+            return f"--wait 20 waits until it is healthy; if it stays so: {restart}"
         return f"{GCLOUD} describe {where}"
 
     def describe(self) -> str:
         """Return lines for people, the verdict last."""
         state = f"{self.state or 'state unknown'}, {self.health or 'health unknown'}"
-        lines = [
-            f"{self.name}  {state}",
-            f"type {self.accelerator_type or 'unknown'}, software "
-            f"{self.runtime_version or 'unknown'}, zone {self.zone}",
+        kind, software = self.accelerator_type or "unknown", self.runtime_version or "unknown"
+        rows = [
+            ("ok" if self.usable else "problem", f"{self.name}  {state}"),
+            ("", f"type {kind}, software {software}, zone {self.zone}"),
         ]
-        lines += [f"addresses {', '.join(self.endpoints)}"] * bool(self.endpoints)
-        lines += [f"→ {self.advice()}"] * (not self.usable)
-        first = "ok" if self.usable else "problem"
-        lines = [f"{word:<8} {line}" for word, line in zip([first] + [""] * len(lines), lines)]
-        return "\n".join([*lines, "", "usable" if self.usable else f"not usable: {state}"])
+        if self.endpoints:
+            rows.append(("", f"addresses {', '.join(self.endpoints)}"))
+        if not self.usable:
+            rows.append(("", f"→ {self.advice()}"))
+        return f"{table(rows)}\n\n{'usable' if self.usable else f'not usable: {state}'}"
 
 
 def ask(name: str, zone: str | None, project: str | None, minutes: float, as_json: bool) -> int:
@@ -220,6 +217,25 @@ class _Once:
         return self._answers[uri]
 
 
+# HTTP status → kind of error, code, message.
+_REFUSALS: dict[int, tuple[type[Failed | RequestError], str, str]] = {
+    400: (
+        RequestError,
+        "no-such-tpu",
+        "the service does not understand the request for {where} (400); zone and project are ids, "
+        "such as us-west4-a and my-project-123",
+    ),
+    401: (Failed, "credentials", f"the service does not accept the credentials (401); {LOGIN}"),
+    403: (
+        Failed,
+        "permission",
+        "the credentials may not see {where} (403); is the Cloud TPU API enabled (gcloud services "
+        "enable tpu.googleapis.com --project={project}), and has the account the role TPU Viewer?",
+    ),
+    404: (RequestError, "no-such-tpu", "there is no TPU {where} (404); {others}"),
+}
+
+
 def _explain(error: BaseException, name: str, zone: str, project: str, service: Any) -> Exception:
     """Return an exception of the libraries as one line with the fix.
 
@@ -229,47 +245,27 @@ def _explain(error: BaseException, name: str, zone: str, project: str, service: 
     from google.auth import exceptions as auth
     from googleapiclient.errors import HttpError
 
-    kind = type(error).__name__
+    kind, what = type(error).__name__, "the Cloud TPU service"
     if isinstance(error, auth.DefaultCredentialsError):
         return Failed(f"no Google credentials on this machine; {LOGIN}", "credentials")
-    if isinstance(error, auth.TransportError):
-        return ServiceSilent(
-            "Google's login service cannot be reached; check the network", "network"
-        )
-    if isinstance(error, auth.GoogleAuthError):
+    if isinstance(error, auth.GoogleAuthError) and not isinstance(error, auth.TransportError):
         return Failed(
             f"the Google credentials were refused or have expired; {LOGIN}", "credentials"
         )
-    if isinstance(error, OSError) or type(error).__module__.startswith("httplib2"):
-        silent = f"the Cloud TPU service cannot be reached ({kind})"
-        return ServiceSilent(f"{silent}; check the network", "network")
+    library = type(error).__module__.partition(".")[0]
+    if isinstance(error, OSError | auth.TransportError) or library == "httplib2":
+        return ServiceSilent(f"{what} cannot be reached ({kind}); check the network", "network")
     if not isinstance(error, HttpError):
-        return Failed(
-            f"cloud-tpu-client does not understand the service's answer ({kind}); "
-            f"{GCLOUD} list --zone={zone} --project={project}",
-            "answer",
-        )
+        check = f"{GCLOUD} list --zone={zone} --project={project}"
+        unclear = f"cloud-tpu-client does not understand the service's answer ({kind})"
+        return Failed(f"{unclear}; {check}", "answer")
     status, where = int(error.resp.status), f"{name} in zone {zone} of project {project}"
-    if status == 401:
-        return Failed(f"the service does not accept the credentials (401); {LOGIN}", "credentials")
-    if status == 403:
-        return Failed(
-            f"the credentials may not see {where} (403); is the Cloud TPU API enabled (gcloud "
-            f"services enable tpu.googleapis.com --project={project}), and has the account the "
-            "role TPU Viewer?",
-            "permission",
-        )
-    if status == 404:
-        others = _others(service, zone, project)
-        return RequestError(f"there is no TPU {where} (404); {others}", "no-such-tpu")
-    if status == 400:
-        return RequestError(
-            f"the service does not understand the request for {where} (400); zone and project are "
-            "ids, such as us-west4-a and my-project-123",
-            "no-such-tpu",
-        )
-    kind = ServiceSilent if status == 429 or status >= 500 else Failed
-    return kind(f"the Cloud TPU service answered {status}; try again later", "service")
+    if status in _REFUSALS:
+        refusal, code, message = _REFUSALS[status]
+        others = _others(service, zone, project) if status == 404 else ""
+        return refusal(message.format(where=where, project=project, others=others), code)
+    silent = ServiceSilent if status == 429 or status >= 500 else Failed
+    return silent(f"{what} answered {status}; try again later", "service")
 
 
 def _others(service: Any, zone: str, project: str) -> str:

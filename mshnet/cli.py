@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 from tpuscope.aot import EFFORTS
 from tpuscope.cli import Parser, run
 from tpuscope.errors import RequestError
+from tpuscope.version import __version__
 
 from .choices import CACHES, DEVICES, PHASES, PRECISIONS, STRATEGIES
 from .doctor import add_flags as doctor_flags
 from .training.config import MOST_WORKERS, Config, default_workers
-from .version import __version__
 
 if TYPE_CHECKING:
     from . import estimate

@@ -204,7 +204,7 @@ def watch(explain: bool = True, budget: Budget | None = None) -> Watch:
     Args:
         explain: also record every PyTorch call with its line, which is what names the cause of a
             compilation and the line of a fallback or read. On the host a step then takes about
-            twice as long (narrow MSHNet, 1,400 calls a step, a 2-core CPU); without it the
+            twice as long (a small U-Net, 1,400 calls a step, a 2-core CPU); without it the
             difference was not measurable there.
         budget: limits that are checked at the end of the block.
 

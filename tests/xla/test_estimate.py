@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from mshnet import estimate
 from mshnet.cli import main
 from tpuscope import aot
+from tpuscope.aot import compiler
 from tpuscope.engine import torch_xla as runtime
 
 if not runtime.installed():
@@ -117,9 +118,9 @@ def test_the_step_is_the_one_that_a_tpu_would_take(topology, batch_size, given, 
 
 
 def test_without_the_compiler_the_command_says_what_to_install(capsys, monkeypatch):
-    find = aot.importlib.util.find_spec
+    find = compiler.importlib.util.find_spec
     monkeypatch.setattr(
-        aot.importlib.util, "find_spec", lambda name: None if name == "libtpu" else find(name)
+        compiler.importlib.util, "find_spec", lambda name: None if name == "libtpu" else find(name)
     )
     code, _, errors = run(capsys)
     assert code == 2
@@ -129,7 +130,7 @@ def test_without_the_compiler_the_command_says_what_to_install(capsys, monkeypat
 def test_a_compiler_that_is_killed_is_one_line_and_exit_code_1(capsys, tmp_path, monkeypatch):
     worker = tmp_path / "worker.py"
     worker.write_text("import os; os.kill(os.getpid(), 9)")
-    monkeypatch.setattr(aot, "_WORKER", worker)
+    monkeypatch.setattr(compiler, "_WORKER", worker)
     monkeypatch.setattr(estimate, "trace", lambda step: aot.Program(b"program"))
     code, output, errors = run(capsys, "--no-cache")
     assert (code, output) == (1, "")

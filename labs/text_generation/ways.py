@@ -205,7 +205,7 @@ class Replayed(Static):
         return self._replay(token, ids)[0]
 
     @property
-    def why(self) -> str | None:
+    def fallback_reason(self) -> str | None:
         """Why the step is traced each time after all, or None."""
         return self._replay and self._replay.fallback_reason
 

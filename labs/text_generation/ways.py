@@ -176,8 +176,7 @@ class Static:
 class Replayed(Static):
     """As :class:`Static`, but the decode step is traced twice and from then on only called.
 
-    The choice of the token stays outside, a small program of its own: a replayed program would
-    draw the same random numbers each time.
+    The choice of the token stays outside, a small program of its own.
     """
 
     name = "replayed"

@@ -1,6 +1,7 @@
 """Replicas without a TPU: real processes that reduce, fail, are killed, and are asked to stop."""
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -117,9 +118,40 @@ def test_one_that_is_killed_ends_all(tmp_path):
     assert not any(alive(pid) for pid in pids(tmp_path, 2))
 
 
+def start_another(others, target, *args):
+    """A child process that is no replica, started while replicas work."""
+    if not others:
+        others.append(multiprocessing.get_context("spawn").Process(target=target, args=args))
+        others[0].start()
+
+
+def test_ending_the_replicas_ends_no_other_child(tmp_path):
+    others = []
+    with pytest.raises(ReplicaFailed, match="too green"):
+        launch(
+            fail_alone,
+            str(tmp_path),
+            stop_requested=lambda: start_another(others, time.sleep, 600),
+        )
+    assert others[0].is_alive()
+    others[0].kill()
+    others[0].join()
+
+
+def test_another_child_that_fails_is_no_replica(tmp_path):
+    others = []
+
+    def asked():
+        start_another(others, os._exit, 3)
+        begun = len(list(tmp_path.iterdir())) == 2
+        return "SIGTERM" if begun and others[0].exitcode == 3 else None
+
+    assert launch(work_until_asked, str(tmp_path), stop_requested=asked) == "SIGTERM"
+
+
 def test_replicas_do_not_outlive_a_killed_parent(tmp_path):
     code = (
-        "from tests.xla.test_launch import *\n"
+        "from tests.process.test_replicas import *\n"
         f"if __name__ == '__main__': launch(wait_for_ever, {str(tmp_path)!r})"
     )
     script = tmp_path / "parent.py"
@@ -172,7 +204,7 @@ def test_ctrl_c_in_a_terminal_is_one_request(tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(
         "from mshnet.training.preemption import signals\n"
-        "from tests.xla.test_launch import *\n"
+        "from tests.process.test_replicas import *\n"
         "if __name__ == '__main__':\n"
         "    with signals() as stop_requested:\n"
         f"        print(launch(work_until_asked, {str(tmp_path)!r}, stop_requested=stop_requested))"

@@ -350,6 +350,170 @@ def test_a_repeated_step_gives_the_bits_of_a_traced_one(case):
     assert quick.traced == (traced or quick.traced) <= steps
 
 
+FACTOR = 2.0
+
+
+class Scaled:
+    """A step of an object, with values of every kind; one method that the step does not call."""
+
+    def __init__(self):
+        device = runtime.device()
+        self.drop = nn.Dropout(0.0).to(device)
+        self.weight = nn.Linear(3, 3, bias=False).to(device)
+        self.numbers, self.by_name = [2.0], {"bias": 0.0}
+        self.calls = 0
+
+    @property
+    def bias(self):
+        return self.by_name["bias"]
+
+    def helper(self, x):
+        return x * self.numbers[0] + self.bias
+
+    def step(self, x, scale=3.0):
+        return (self.helper(self.drop(self.weight(x))).detach() * scale * FACTOR,)
+
+    def use(self, run, x):
+        self.calls += 1  # the step does not read it
+        return run(x)
+
+
+def set_global():
+    globals()["FACTOR"] = 5.0
+
+
+CHANGES = {
+    "an entry of a list": lambda s: s.numbers.__setitem__(0, 4.0),
+    "an entry of a dict": lambda s: s.by_name.update(bias=1.0),
+    "another list": lambda s: setattr(s, "numbers", [7.0]),
+    "a global": lambda s: set_global(),
+    "a layer's number": lambda s: setattr(s.drop, "p", 1.0),
+    "a module's mode": lambda s: (setattr(s.drop, "p", 1.0), s.drop.eval()),
+    "a hook": lambda s: s.weight.register_forward_hook(lambda m, i, result: result * 2),
+    "another layer": lambda s: setattr(s, "drop", nn.Tanh()),
+    "a frozen weight": lambda s: s.weight.weight.requires_grad_(False),
+    "a weight that is another tensor": lambda s: setattr(
+        s.weight, "weight", nn.Parameter(s.weight.weight.detach() * 3)
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_python_value_that_changes_between_calls_is_noticed(change, monkeypatch):
+    monkeypatch.setitem(globals(), "FACTOR", 2.0)
+    scaled = Scaled()
+    run = CompiledStep(scaled.step, [*scaled.weight.parameters()])
+    x = torch.ones(2, 3).to(runtime.device())
+    for _ in range(3):
+        scaled.use(run, x)
+    [program] = next(iter(run._programs.values()))
+    assert program.seen_twice and run.fallback_reason is None
+    CHANGES[change](scaled)
+    for _ in range(3):
+        expected = scaled.step(x)[0].cpu()
+        assert torch.equal(scaled.use(run, x)[0].cpu(), expected)
+
+
+def test_a_value_that_changes_in_every_call_is_traced_and_named(backend):
+    scale = 1.0
+
+    def step(x):
+        return (x * scale,)
+
+    run = CompiledStep(step, [])
+    x = backend.to_device(torch.ones(2))
+    for number in range(6):
+        scale = 0.5 + number
+        assert run(x)[0].tolist() == [scale] * 2
+    assert "scale: 4.5, then 5.5" in run.fallback_reason
+    for _ in range(3):  # it has settled
+        run(x)
+    assert run.fallback_reason is None
+
+
+def test_a_step_that_counts_for_itself_is_traced(backend):
+    counter = {"calls": 0}
+
+    def step(x):
+        counter["calls"] += 1
+        return (x * (2.0 if counter["calls"] % 4 == 0 else 3.0),)
+
+    found, why = refused(step)
+    assert found == [[0, 0], [3, 3], [6, 6]]
+    assert "changes a Python value" in why and "calls" in why
+
+
+def test_a_step_that_draws_on_the_host_is_traced(backend):
+    torch.manual_seed(0)
+
+    def step(x):
+        return (x * (2.0 if torch.rand(()) < 2 else 3.0),)
+
+    found, why = refused(step)
+    assert found == [[0, 0], [2, 2], [4, 4]]
+    assert "random numbers on the host" in why
+
+
+def test_a_step_that_ends_itself_is_traced(backend):
+    def step(x):
+        y = x * 2
+        runtime.sync()
+        return (y,)
+
+    found, why = refused(step)
+    assert found == [[0, 0], [2, 2], [4, 4]]
+    assert "torch_xla.sync()" in why
+
+
+def test_a_value_that_was_computed_already_counts_as_a_read(backend):
+    """Equal in the first two calls, so that the numbers of the calls do not tell."""
+    run = CompiledStep(lambda x, factor: (x * factor.item(),), [])
+    x = backend.to_device(torch.ones(2))
+    for factor in (2.0, 2.0, 2.0, 5.0):
+        given = backend.to_device(torch.tensor([factor]))
+        backend.sync()
+        assert run(x, given)[0].tolist() == [factor] * 2
+    assert "a value was read" in run.fallback_reason
+
+
+def test_one_tensor_given_twice_is_not_taken_for_two(backend):
+    run = CompiledStep(lambda x, y: (x - y,), [])
+    x, y = (backend.to_device(torch.full((2,), value)) for value in (5.0, 3.0))
+    for first, second in ((x, x), (x, x), (x, x), (x, y), (y, x)):
+        expected = (first.cpu() - second.cpu()).tolist()
+        assert run(first, second)[0].tolist() == expected
+
+
+def test_equal_results_are_each_returned(backend):
+    def step(x):
+        y = x * 2
+        return y, x + 1, y
+
+    run = CompiledStep(step, [])
+    for number in range(4):
+        results = run(backend.to_device(torch.full((2,), float(number))))
+        assert [r.tolist()[0] for r in results] == [number * 2, number + 1, number * 2]
+    assert run.fallback_reason is None
+
+
+def test_what_is_random_and_pending_before_a_step_changes_none_of_its_numbers(backend):
+    def losses(repeated):
+        runtime.set_rng_state(11)
+        drop, seen = nn.Dropout(0.5), []
+        run = CompiledStep(lambda noise: (drop(noise + 2),), [])
+        for _ in range(5):
+            noise = torch.rand(6, device=runtime.device())
+            if repeated:
+                [result] = run(noise)
+            else:
+                result = drop(noise + 2)
+                runtime.sync()
+            seen.append(result.tolist())
+        return seen
+
+    assert losses(repeated=True) == losses(repeated=False)
+
+
 def test_other_devices_run_the_step_as_it_is():
     plain = Backend(torch.device("cpu"), "cpu")
     training = Training(plain)

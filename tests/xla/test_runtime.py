@@ -2,15 +2,21 @@
 
 import importlib.metadata
 import os
+import re
 import threading
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from mshnet import RequestError
 from mshnet.training import backend as backends
 from mshnet.training.config import Config
+from tpuscope import versions
+from tpuscope.engine import _private
 from tpuscope.engine import torch_xla as runtime
 
 
@@ -25,6 +31,83 @@ def test_counters_count_compilations_fallbacks_and_reads(xla):
     counted = runtime.counters() - before
     assert counted.host_reads == 1
     assert counted.fallbacks >= 1
+
+
+class Noisy:
+    """A model with Dropout in training, resumable."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        self.model.to(runtime.device())
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.rows = torch.ones(2, 4).to(runtime.device())
+        runtime.sync()
+
+    def losses(self, steps):
+        found = []
+        for _ in range(steps):
+            loss = self.model(self.rows).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            runtime.sync()
+            found.append(loss.item())
+        return found
+
+
+def test_training_with_dropout_resumes_exactly_when_the_seed_is_restored_last(xla):
+    before = Noisy()
+    before.losses(2)
+    weights = {name: value.cpu() for name, value in before.model.state_dict().items()}
+    seed = runtime.rng_state()
+    expected = before.losses(3)
+
+    def resumed(restore):
+        after = Noisy()
+        after.model.load_state_dict(weights)
+        restore()
+        return after.losses(3)
+
+    def too_early():
+        runtime.set_rng_state(seed)
+        runtime.sync()  # of nothing but the weights, and yet it advances the seed
+
+    def last():
+        runtime.sync()
+        runtime.set_rng_state(seed)
+
+    assert resumed(last) == expected
+    assert resumed(too_early) != expected
+
+
+def test_another_torch_xla_is_refused_in_one_line():
+    names = dict.fromkeys(_private.NAMES)
+    _private.check(SimpleNamespace(**names))
+    del names["_run_cached_graph"]
+    with pytest.raises(runtime.XlaUnavailable) as error:
+        _private.check(SimpleNamespace(**names))
+    message = str(error.value)
+    assert "_run_cached_graph" in message and versions.TORCH_XLA in message
+    assert len(message.splitlines()) == 1
+
+
+def test_private_names_of_torch_xla_are_used_in_one_module_only():
+    root = Path(__file__).parents[2]
+    folders = [root / name for name in ("tpuscope", "mshnet", "labs", "benchmarks", "course")]
+    users = {
+        str(path.relative_to(root))
+        for folder in folders
+        for path in folder.rglob("*.py")
+        if re.search(r"\._XLAC\b|torch_xla\._internal\b", path.read_text())
+    }
+    # The probe is a script of its own: it also runs where the package cannot be imported.
+    assert users == {"tpuscope/engine/_private.py", "tpuscope/doctor/probe.py"}
+    text = (root / "tpuscope/engine/_private.py").read_text()
+    used = set(re.findall(r"(?:_xla\(\)|xla|extension)\.(_\w+)", text)) | {"_xla_step_marker"}
+    assert used - {"_XLAC", "_internal"} == set(_private.NAMES), (
+        "checked and used are the same names"
+    )
 
 
 class Numbers(Dataset):

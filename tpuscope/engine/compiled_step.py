@@ -121,7 +121,7 @@ class CompiledStep:
         return f"the step changes a Python value: {change}" if change else None
 
     def _values(self) -> HostValues:
-        return HostValues(self._step, self._optimizers, self._counted)
+        return HostValues(self._step, self._optimizers, self._state, self._counted)
 
     def _settle(self, batch: tuple[Tensor, ...]) -> int | None:
         """Compute what a program will read: it takes values, and nothing that is pending.

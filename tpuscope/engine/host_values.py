@@ -46,6 +46,8 @@ class HostValues:
     Args:
         step: the function.
         optimizers: beside those that the step's own code leads to.
+        state: tensors on the device that the step may read; others are not watched, because a
+            step that reads them is not repeated.
         but: host tensors whose values are left out.
     """
 
@@ -53,9 +55,10 @@ class HostValues:
         self,
         step: Callable,
         optimizers: Iterable[Optimizer] = (),
+        state: Iterable[Tensor] = (),
         but: Iterable[Tensor] = (),
     ):
-        walk = _Walk(but)
+        walk = _Walk(state, but)
         found = 0
         while True:  # the names of attributes are complete when no function adds one
             walk.begin()
@@ -94,7 +97,8 @@ def _shown(value: Any) -> str:
 class _Walk:
     """One pass over everything that a step leads to."""
 
-    def __init__(self, but: Iterable[Tensor]):
+    def __init__(self, state: Iterable[Tensor], but: Iterable[Tensor]):
+        self._state = {id(tensor) for tensor in state}
         self._left_out = {id(tensor) for tensor in but}
         self.names: set[str] = {"forward", "training"}
         self.begin()
@@ -131,6 +135,9 @@ class _Walk:
 
     def _slot(self, read: Callable[[], Any], name: str) -> None:
         value = read()
+        on_device = isinstance(value, Tensor) and value.device.type != "cpu"
+        if on_device and id(value) not in self._state:
+            return
         self.slots.append(_Slot(read, value, name))
         self.visit(value, name)
 
@@ -147,20 +154,22 @@ class _Walk:
         variables = function.__globals__
         installed = is_installed(code.co_filename)
         for variable in sorted(names & variables.keys()):
-            # Of an installed package only its own functions and values: all of NumPy is too much.
-            if not installed or _package(variables[variable]) == _package(function):
+            # Of an installed package only its own functions: all that it holds is too much.
+            value = variables[variable]
+            if not installed or _is_plain(value) or _is_sibling(value, function):
                 self._slot(functools.partial(variables.get, variable, _MISSING), variable)
 
     def _entries(self, container: list | tuple | dict, name: str) -> None:
-        self.slots.append(_Slot(container.__len__, len(container), f"the length of {name}"))
-        if len(container) > _LARGEST:
+        length = functools.partial(_length, container)
+        self.slots.append(_Slot(length, length(), f"the length of {name}"))
+        if length() > _LARGEST:
             return
         if isinstance(container, dict):
-            for key in container:
-                get = functools.partial(container.get, key, _MISSING)
+            for key in dict.keys(container):  # whatever a subclass has made of its methods
+                get = functools.partial(dict.get, container, key, _MISSING)
                 self._slot(get, f"{name}[{key!r}]" if isinstance(key, _PLAIN) else name)
         else:
-            for index in range(len(container)):
+            for index in range(length()):
                 self._slot(functools.partial(_entry, container, index), f"{name}[{index}]")
 
     def _optimizer(self, optimizer: Optimizer, name: str) -> None:
@@ -242,13 +251,27 @@ def _content(cell: types.CellType) -> Any:
         return _MISSING
 
 
+def _base(container: list | tuple | dict) -> type:
+    return next(kind for kind in (list, tuple, dict) if isinstance(container, kind))
+
+
+def _length(container: list | tuple | dict) -> int:
+    return _base(container).__len__(container)
+
+
 def _entry(container: list | tuple, index: int) -> Any:
-    return container[index] if index < len(container) else _MISSING
+    return (
+        _base(container).__getitem__(container, index) if index < _length(container) else _MISSING
+    )
 
 
 def _file(kind: type) -> str:
     return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
 
 
-def _package(thing: Any) -> str:
-    return (getattr(thing, "__module__", None) or "").partition(".")[0]
+def _is_sibling(value: Any, function: types.FunctionType) -> bool:
+    """Return whether a value is a function of the same package."""
+    if not isinstance(value, types.FunctionType):
+        return False
+    first, second = (one.__module__.partition(".")[0] for one in (value, function))
+    return first == second

@@ -21,6 +21,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing import resource_tracker
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -213,16 +214,23 @@ def launch(
     with tempfile.TemporaryDirectory(prefix="replicas-") as folder:
         control = Path(folder)
         start = _start_tpu if platform == "TPU" else _start_virtual
+        replicas: list[BaseProcess] = []
         starter = threading.Thread(
-            target=_start, args=(start, function, args, cores, control), daemon=True
+            target=_start, args=(start, function, args, cores, control, replicas), daemon=True
         )
-        others = set(multiprocessing.active_children())
         starter.start()
-        _supervise(starter, control, stop_requested, others)
+        _supervise(starter, control, stop_requested, replicas)
         return pickle.loads((control / "result").read_bytes())
 
 
-def _start(start: Callable, function: Callable, args: tuple, cores: int, control: Path) -> None:
+def _start(
+    start: Callable,
+    function: Callable,
+    args: tuple,
+    cores: int,
+    control: Path,
+    replicas: list[BaseProcess],
+) -> None:
     """Start the replicas and wait for them, in a thread of its own.
 
     Processes inherit which signals the thread that starts them blocks. Ctrl-C goes to all processes
@@ -232,18 +240,22 @@ def _start(start: Callable, function: Callable, args: tuple, cores: int, control
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
     try:
-        start(function, args, cores, control)
+        start(function, args, cores, control, replicas)
     except Exception:  # a replica's own failure is on record already, with more to read
         _record_failure(control, "launch")
 
 
-def _start_tpu(function: Callable, args: tuple, cores: int, control: Path) -> None:
+def _start_tpu(
+    function: Callable, args: tuple, cores: int, control: Path, replicas: list[BaseProcess]
+) -> None:
     import torch_xla
 
     torch_xla.launch(_tpu_replica, args=(function, args, control))
 
 
-def _start_virtual(function: Callable, args: tuple, cores: int, control: Path) -> None:
+def _start_virtual(
+    function: Callable, args: tuple, cores: int, control: Path, replicas: list[BaseProcess]
+) -> None:
     context = multiprocessing.get_context("spawn")
     processes = [
         context.Process(target=_virtual_replica, args=(ordinal, cores, function, args, control))
@@ -251,6 +263,7 @@ def _start_virtual(function: Callable, args: tuple, cores: int, control: Path) -
     ]
     for process in processes:
         process.start()
+        replicas.append(process)
     for process in processes:
         process.join()
 
@@ -273,6 +286,9 @@ def _replica(
 ) -> Replicas:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
+        (control / f"replica-{os.getpid()}").touch()
+        if (control / "ended").exists():
+            os._exit(1)  # it was started while the others were ended
         replicas = make()
         result = function(replicas, *args)
         if replicas.ordinal == 0:
@@ -301,21 +317,24 @@ def _supervise(
     starter: threading.Thread,
     control: Path,
     stop_requested: Callable[[], str | None],
-    others: set,
+    replicas: list[BaseProcess],
 ) -> None:
     """Wait for the replicas, pass on a request to stop; when one fails, end the others.
 
     Args:
-        others: child processes that were there before, and are none of the replicas.
+        starter: the thread that starts the replicas and waits for them.
+        control: the folder that all of them share.
+        stop_requested: see :func:`launch`.
+        replicas: their processes, as the starter adds them; those that torch_xla has started are
+            found by the files in the folder.
 
     Raises:
         ReplicaFailed: with the traceback of the first that failed.
     """
-    replicas: set = set()
     try:
         while starter.is_alive():
             starter.join(0.2)
-            replicas |= set(multiprocessing.active_children()) - others
+            _add_registered(replicas, control)
             reason = stop_requested()
             if reason and not (control / "stop").exists():
                 (control / "stop").write_text(reason)
@@ -326,15 +345,27 @@ def _supervise(
         if failure:
             raise ReplicaFailed(failure)
     finally:
+        (control / "ended").touch()
         give_up = time.monotonic() + 30
         while starter.is_alive() and time.monotonic() < give_up:
-            for process in set(multiprocessing.active_children()) - others:
-                process.kill()  # those, too, that the starter has started only now
+            _add_registered(replicas, control)  # those, too, that have been started only now
+            for process in replicas:
+                process.kill()
             starter.join(0.2)
 
 
-def _failure(replicas: set, control: Path) -> str | None:
-    """What happened to the first replica that failed, or None."""
+def _add_registered(replicas: list[BaseProcess], control: Path) -> None:
+    """Add the child processes that have said in the folder that they are replicas.
+
+    This process may have children of another purpose, such as a loader's workers.
+    """
+    for process in multiprocessing.active_children():
+        if process not in replicas and (control / f"replica-{process.pid}").exists():
+            replicas.append(process)
+
+
+def _failure(replicas: list[BaseProcess], control: Path) -> str | None:
+    """Return what happened to the first replica that failed, or None."""
     if not any(control.glob("failed-*")) and (
         not any(p.exitcode for p in replicas) or (control / "result").exists()
     ):

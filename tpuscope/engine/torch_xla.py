@@ -187,14 +187,24 @@ def describe() -> str:
 
 
 def rng_state() -> int:
-    """State of the device's random numbers, a 64-bit seed."""
+    """Return the state of the device's random numbers, a 64-bit seed.
+
+    Every sync advances it, also one that has nothing to compute, and so does every batch of
+    torch_xla's loaders. For an exact resume, save it where a step begins: after the sync of the
+    step before, with nothing random traced since. Then see :func:`set_rng_state`.
+    """
     import torch_xla.core.xla_model as xm
 
     return xm.get_rng_state()
 
 
 def set_rng_state(state: int) -> None:
-    """Continue from a state of :func:`rng_state`, or start from a seed."""
+    """Continue from a state of :func:`rng_state`, or start from a seed.
+
+    For an exact resume, call it immediately before the first step: after the last sync, and after
+    the first batch was taken from a loader on the device. A sync between this call and the step
+    gives the step other random numbers.
+    """
     import torch_xla.core.xla_model as xm
 
     xm.set_rng_state(state)

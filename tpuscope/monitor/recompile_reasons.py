@@ -2,7 +2,7 @@
 
 import inspect
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,37 +113,78 @@ def find(
 
 
 def differences(
-    old: Graph, new: Graph, harmless: set[tuple[str, Line | None, str]] = frozenset()
+    old: Graph, new: Graph, harmless: Collection[tuple[str, Line | None, str]] = ()
 ) -> Iterator[Cause]:
-    """What differs, in the order of the new graph's calls."""
-    was, now = _numbered(old.calls), _numbered(new.calls)
-    count_was, count_now = (Counter(key[:2] for key in keys) for keys in (was, now))
-    inputs = 0
-    said = set()
+    """Yield what differs, in the order of the new graph's calls, then what is gone.
+
+    Args:
+        old: the graph to compare with; both have their calls.
+        new: the graph in question.
+        harmless: see :func:`find`.
+    """
+    was, now = _numbered(old.calls or ()), _numbered(new.calls or ())
+    times_was, times_now = (Counter(key[:2] for key in keys) for keys in (was, now))
+    named = set()  # calls and lines that have been reported
+
+    def other_times(key: tuple, call: Call) -> Iterator[Cause]:
+        place = key[:2]
+        if place not in named and not call.is_upload:
+            named.add(place)
+            yield _operations(call, times_was[place], times_now[place], old.step)
+
+    labels = _InputLabels()
     for key, call in now.items():
-        before, place = was.get(key), key[:2]
-        if before is None and place not in said and not call.is_upload:
-            said.add(place)
-            yield _operations(call, count_was[place], count_now[place], old.step)
-        arguments = dict(before.arguments) if before else {}
-        for label, leaf in call.arguments:
-            is_input = isinstance(leaf, Array) and leaf.origin in ("input", "host")
-            what = f"input {inputs}" if is_input else ""
-            inputs += is_input
-            # Where a line runs more often than before, its calls cannot be told apart by number.
-            if label in arguments and count_was[place] == count_now[place]:
-                for cause in _argument(call, label, arguments[label], leaf, what, old.step):
-                    if cause.kind != NUMBER or (call.name, call.line, label) not in harmless:
-                        yield cause
-        if before and before.results != call.results and before.arguments == call.arguments:
-            for a, b in zip(before.results, call.results):
-                if a != b:
-                    yield Cause(RESULT, call.line, f"the result of {call.name}", *_results(a, b))
-                    break
+        before = was.get(key)
+        whats = [labels(leaf) for _, leaf in call.arguments]
+        if before is None:
+            yield from other_times(key, call)
+            continue
+        # Where a line runs more often than before, its calls cannot be told apart by number.
+        if times_was[key[:2]] == times_now[key[:2]]:
+            yield from _changed_arguments(before, call, whats, old.step, harmless)
+        yield from _changed_result(before, call)
     for key, call in was.items():
-        if key not in now and key[:2] not in said and not call.is_upload:
-            said.add(key[:2])
-            yield _operations(call, count_was[key[:2]], count_now[key[:2]], old.step)
+        if key not in now:
+            yield from other_times(key, call)
+
+
+class _InputLabels:
+    """Names for the step's new data, numbered in the order of use: ``input 0``."""
+
+    def __init__(self):
+        self._count = 0
+
+    def __call__(self, leaf: Any) -> str:
+        if not isinstance(leaf, Array) or leaf.origin not in ("input", "host"):
+            return ""
+        self._count += 1
+        return f"input {self._count - 1}"
+
+
+def _changed_arguments(
+    old: Call,
+    new: Call,
+    whats: list[str],
+    like: int,
+    harmless: Collection[tuple[str, Line | None, str]],
+) -> Iterator[Cause]:
+    before = dict(old.arguments)
+    for (label, leaf), what in zip(new.arguments, whats, strict=True):
+        if label not in before:
+            continue
+        for cause in _argument(new, label, before[label], leaf, what, like):
+            if cause.kind != NUMBER or (new.name, new.line, label) not in harmless:
+                yield cause
+
+
+def _changed_result(old: Call, new: Call) -> Iterator[Cause]:
+    """Yield the first result that differs although the arguments do not."""
+    if old.arguments != new.arguments:
+        return
+    for a, b in zip(old.results, new.results):
+        if a != b:
+            yield Cause(RESULT, new.line, f"the result of {new.name}", *_results(a, b))
+            return
 
 
 def _trains(graph: Graph) -> bool:

@@ -121,34 +121,52 @@ class Recorder(TorchFunctionMode):
         if name in _IGNORED or os.getpid() != self._process:
             return func(*args, **kwargs)
         given = list(_leaves(args, kwargs))
-        tensors = [leaf for _, leaf in given if isinstance(leaf, Tensor)]
-        on_device = any(tensor.device.type == "xla" for tensor in tensors)
+        on_device = any(_is_placed(leaf) for _, leaf in given)
+        # Before the call: afterwards an argument that it changes in place is a result.
         arguments = self._describe(given) if on_device else ()
         if name in _READS:
             self._notice_unseen()
         result = func(*args, **kwargs)
         made = [leaf for _, leaf in _leaves((result,), {}) if isinstance(leaf, Tensor)]
-        placed = [tensor for tensor in made if tensor.device.type == "xla"]
-        if not on_device and not placed:
-            return result
-        if not on_device:
-            arguments = self._describe(given)
+        if on_device or any(map(_is_placed, made)):
+            line = caller(sys._getframe(1))
+            self._keep(name, line, given, arguments or self._describe(given), made)
+        return result
+
+    def _keep(
+        self,
+        name: str,
+        line: Line | None,
+        given: list[tuple[str, Any]],
+        arguments: tuple[tuple[str, Any], ...],
+        made: list[Tensor],
+    ) -> None:
+        """Take in a call that has to do with the device, after it.
+
+        Args:
+            name: of the function.
+            line: that has called it.
+            given: labels and arguments, containers opened.
+            arguments: the same as they were before the call, described.
+            made: tensors that it has returned.
+        """
+        tensors = [leaf for _, leaf in given if isinstance(leaf, Tensor)]
+        from_device = [tensor for tensor in tensors if _is_placed(tensor)]
+        placed = [tensor for tensor in made if _is_placed(tensor)]
         if name == "detach":  # another name for the same values, as for a checkpoint
             self._alias(tensors[0], placed[0])
-            return result
-        line = caller(sys._getframe(1))
+            return
         self._keep_backward(tensors, placed, line)
-        if on_device:
+        if from_device:
             self._mark(placed)
         else:
             self._mark_new(placed)
         if name.endswith("_"):  # in place: the tensors given are others now
-            self._mark(tensor for tensor in tensors if tensor.device.type == "xla")
-        fetched = on_device and not placed and name in _READS
+            self._mark(from_device)
+        fetched = bool(from_device) and not placed and name in _READS
         cut = self._notice(name, line, fetched)
         if cut or not fetched:  # what has run already is no part of this graph
             self._record(Call(name, line, arguments, tuple(_result(leaf) for leaf in made)))
-        return result
 
     def __exit__(self, *error: Any) -> None:
         # PyTorch takes the innermost mode off its stack, whichever it is asked for; with watches
@@ -326,6 +344,10 @@ class Recorder(TorchFunctionMode):
         graph.runs += 1
         graph.compiled += compiled
         return graph
+
+
+def _is_placed(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.device.type == "xla"
 
 
 def _changed_numbers(old: tuple[Call, ...], new: tuple[Call, ...]) -> set:

@@ -36,7 +36,8 @@ from mshnet.metrics import DetectionMetrics
 from mshnet.training import backend as backends
 from mshnet.training.backend import Backend
 from mshnet.training.config import Config
-from mshnet.training.evaluation import evaluate, predict_batches, repeated_evaluation
+from mshnet.training.evaluation import compiled_evaluation, evaluate, predict_batches
+from mshnet.training.malloc import keep_freed_memory
 from mshnet.training.step import Normalize, summed_step, train_step
 from mshnet.training.trainer import Trainer
 from tpuscope import aot
@@ -299,9 +300,10 @@ def _eager_step(
 
 
 def _make_step(settings: Settings, device: str, precision: str, compiled: bool, name: str) -> Step:
-    # The official way gets the plain backend: ours also sets how its process keeps memory.
     plain = Backend(torch.device(device), device)
     ours = name == "ours"
+    if ours and device == "cpu":
+        keep_freed_memory()  # as the command line does
     step = Step(settings, backends.make_backend(device, precision=precision) if ours else plain)
     if ours and compiled:
         step.model.compile()  # in place: the step has it already
@@ -424,7 +426,7 @@ class Evaluation:
         for module in (self.model, self.normalize):
             self.backend.move(module)
         # As the trainer: traced once for all epochs.
-        self.step = repeated_evaluation(self.model, self.normalize, self.backend)
+        self.step = compiled_evaluation(self.model, self.normalize, self.backend)
         self.numbers: dict[str, dict] = {}
         self.images = len(samples)
 
@@ -514,6 +516,8 @@ def _make_evaluation(settings: Settings, device: str, images: int, name: str) ->
     if device == "tpu":
         _use_xla_on_cpu()
     plain = device == "cpu" and name == "official"
+    if device == "cpu" and not plain:
+        keep_freed_memory()  # as the command line does
     backend = Backend(torch.device("cpu"), "cpu") if plain else backends.make_backend(device)
     return Evaluation(settings, backend, images)
 

@@ -32,6 +32,7 @@ from mshnet.data.scenes import write_scenes
 from mshnet.metrics import DetectionMetrics
 from mshnet.training import backend as backends
 from mshnet.training.backend import Backend
+from mshnet.training.malloc import keep_freed_memory
 from mshnet.training.step import Normalize, train_step
 
 NARROW = {"widths": (4, 8, 8, 16, 16), "depths": (1, 1, 1, 1, 1)}
@@ -161,6 +162,7 @@ def _epoch_point(settings: cases.Settings, name: str, count: int) -> float:
         store = SampleCache([samples[i % len(samples)] for i in range(count)], title="read")
         loader = training_loader(TrainingSet(store, size, size, 0), batch, 0)
         backend = backends.make_backend("cpu")
+        keep_freed_memory()  # as the command line does
         model, normalize, criterion = MSHNet(3, *network), Normalize(), SLSIoULoss()
         optimizer = backend.prepare(model, lambda m: Adagrad(m.parameters(), lr=cases.RATE), None)
 
@@ -227,6 +229,8 @@ def memory(settings: cases.Settings) -> tuple[dict, Figure, list[str]]:
 
 def _memory_point(settings: cases.Settings, name: str) -> float:
     plain = Backend(torch.device("cpu"), "cpu")
+    if name == "ours":
+        keep_freed_memory()  # as the command line does
     step = cases.Step(settings, backends.make_backend("cpu") if name == "ours" else plain)
     for _ in range(3):
         getattr(step, name)()

@@ -1,4 +1,4 @@
-"""``python -m mshnet``."""
+"""Run ``python -m mshnet``."""
 
 import sys
 

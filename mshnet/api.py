@@ -1,4 +1,7 @@
-"""The jobs behind the commands: check the request, open data and device, do it, say where it is."""
+"""The functions behind the commands: check the request, open data and device, run, report.
+
+They raise :class:`~tpuscope.errors.RequestError` before any work if a request is wrong.
+"""
 
 import dataclasses
 import time
@@ -27,12 +30,13 @@ from .predict import Detection, find_images, predict
 from .training import backend as backends
 from .training import checkpoint, run_dir
 from .training.backup import Backup
-from .training.config import Config
+from .training.config import Config, default_batch_size
+from .training.devices import resolve_device
 from .training.evaluation import evaluate, protocol, result_line
 from .training.preemption import Session, signals
 from .training.resume import AUTO, settings
 from .training.step import Normalize
-from .training.trainer import Trainer, bytes_of_a_run
+from .training.trainer import Trainer, TrainingDiverged, bytes_of_a_run
 from .training.training_state import recorded_config
 
 Log = Callable[[str], None]
@@ -40,12 +44,12 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True)
 class _Run:
-    """A training run whose request has been checked; replicas receive it."""
+    """A training run whose request has been checked; it is pickled for replicas."""
 
     config: Config
     folder: Path
     data: Path
-    resume: Path | None  # checkpoint
+    resume: Path | None  # the checkpoint to continue from
 
 
 def train(overrides: dict, resume: str | None = None, log: Log = print) -> dict:
@@ -53,9 +57,9 @@ def train(overrides: dict, resume: str | None = None, log: Log = print) -> dict:
 
     Args:
         overrides: settings by the field names of :class:`~mshnet.training.config.Config`.
-        resume: a run to continue, see :func:`mshnet.training.resume.settings`; its settings hold
+        resume: a run to continue, see :func:`mshnet.training.resume.settings`; its settings apply
             unless overridden.
-        log: takes messages for people; a module's function, so that replicas can have it.
+        log: receives messages for people; a module's function, so that replicas can unpickle it.
 
     Returns:
         The best epoch's line of ``metrics.jsonl``, with ``run`` naming the folder and ``stopped``
@@ -63,14 +67,17 @@ def train(overrides: dict, resume: str | None = None, log: Log = print) -> dict:
 
     Raises:
         RequestError: the request cannot be fulfilled; nothing has been trained then.
+        TrainingDiverged: the loss or the weights are no longer finite.
         ReplicaFailed: a replica of ``strategy="launch"`` failed; all have been ended.
     """
     started = time.monotonic()
     with signals(log) as stop_requested:
         config, checkpoint_path, state = settings(overrides, resume, log)
-        # Cheap checks first: nobody waits for a device to learn of a typing error.
-        place = backends.resolve_device(config.device, config.num_cores, config.strategy)
-        require_shares(config, config.num_cores)
+        # Cheap checks first, so that a typing error is reported before a device is opened.
+        place = resolve_device(config.device, config.num_cores, config.strategy)
+        if state is None:
+            config = _with_batch_size(config, overrides, log)
+        config.require_even_shares(config.num_cores)
         data_folder = _data_folder(config, ("train", "test"), log)
         if config.weight_path:
             _model(config, config.weight_path)
@@ -91,7 +98,7 @@ def train(overrides: dict, resume: str | None = None, log: Log = print) -> dict:
                 platform = place.removeprefix("xla:")
                 work = (run, started, log)
                 try:
-                    return replicas.launch(
+                    result = replicas.launch(
                         _replica,
                         work,
                         config.num_cores,
@@ -100,9 +107,12 @@ def train(overrides: dict, resume: str | None = None, log: Log = print) -> dict:
                         backends.TPU_FLAGS,
                     )
                 except replicas.ReplicaFailed:
-                    if config.backup:  # the writer was ended in the middle of a copy, perhaps
+                    if config.backup:  # the main process may have been ended in a copy
                         Backup(run.folder, Path(config.backup), log).close()
                     raise
+                if isinstance(result, TrainingDiverged):
+                    raise result
+                return result
             stores = _open_splits(run, log)
             session = Session(config.save_minutes, config.max_minutes, stop_requested, started)
             return _train(run, stores, _backend(config, log), state, session, log)
@@ -110,23 +120,46 @@ def train(overrides: dict, resume: str | None = None, log: Log = print) -> dict:
             run_dir.release(run_folder, created)
 
 
-def _replica(replicas: replicas.Replicas, run: _Run, started: float, log: Log) -> dict:
-    """One replica's share of :func:`train`."""
-    if replicas.ordinal > 0:  # one speaks for all
+def _replica(
+    replica: replicas.Replicas, run: _Run, started: float, log: Log
+) -> dict | TrainingDiverged:
+    """Run one replica's share of :func:`train`.
+
+    Returns:
+        The result, or the exception of a run that diverged: all replicas see it in the same step
+        and end by themselves.
+    """
+    if replica.ordinal > 0:  # the first one reports for all
         log = _silent
         hide_progress()
     config = run.config
     state = checkpoint.load(run.resume) if run.resume else None
-    session = Session(config.save_minutes, config.max_minutes, replicas.stop_requested, started)
-    backend = _backend(config, log, replicas)
-    return _train(run, _open_splits(run, _silent), backend, state, session, log)
+    session = Session(config.save_minutes, config.max_minutes, replica.stop_requested, started)
+    backend = _backend(config, log, replica)
+    try:
+        return _train(run, _open_splits(run, _silent), backend, state, session, log)
+    except TrainingDiverged as error:
+        return error
+
+
+def _with_batch_size(config: Config, overrides: dict, log: Log) -> Config:
+    """Choose a global batch that the cores share, unless the request names one."""
+    if "batch_size" in overrides:
+        return config
+    size = default_batch_size(config.num_cores, config.batch_size)
+    if size != config.batch_size:
+        log(
+            f"--batch-size {size}: chosen for {config.num_cores} cores, as none was named (it is "
+            f"the smallest multiple of {config.num_cores} from the default {config.batch_size} on)"
+        )
+    return dataclasses.replace(config, batch_size=size)
 
 
 def _for_replicas(run: _Run) -> _Run:
-    """Memory and loader processes are shared by the replicas.
+    """Return the run with memory and loader processes divided among the replicas.
 
-    Each of them would hold all decoded images; in the disk cache's file, mapped into memory, they
-    are there once.
+    Each of them would hold all decoded images; the disk cache's file, mapped into memory, is there
+    once for all.
     """
     cache = "disk" if run.config.cache == "ram" else run.config.cache
     workers = run.config.workers // run.config.num_cores
@@ -136,7 +169,7 @@ def _for_replicas(run: _Run) -> _Run:
 
 
 def _silent(text: str) -> None:
-    """Says nothing: one replica speaks for all."""
+    """Discard a message: the first replica reports for all."""
 
 
 def _train(
@@ -147,7 +180,7 @@ def _train(
     session: Session,
     log: Log,
 ) -> dict:
-    """Train and show, in the process that has the device."""
+    """Train and report, in the process that has the device."""
     config = run.config
     backup = None
     if config.backup and backend.is_main_process:
@@ -164,10 +197,10 @@ def _train(
         if trainer.stopped:
             log(
                 f"stopped by {trainer.stopped} after epoch {trainer.epoch} and {trainer.step} of "
-                f"{trainer.steps} steps; go on with --resume {run.folder}"
+                f"{trainer.steps} steps; continue with --resume {run.folder}"
             )
         else:
-            _show(run, trainer, stores[1], best, log)
+            _show(run, trainer, stores[1], log)
     except (KeyboardInterrupt, SystemExit):
         raise  # a second signal ends at once, also where Drive hangs
     except BaseException:
@@ -179,10 +212,11 @@ def _train(
     return {**(best or {}), "run": str(run.folder), "stopped": trainer.stopped}
 
 
-def _show(run: _Run, trainer: Trainer, store: SampleCache, best: dict, log: Log) -> None:
-    """Numbers and pictures of the best weights."""
-    config, weights = run.config, run.folder / checkpoint.WEIGHTS
-    # A new one: loaded in place it would be another graph.
+def _show(run: _Run, trainer: Trainer, store: SampleCache, log: Log) -> None:
+    """Report results and pictures of the best weights."""
+    config, weights, best = run.config, run.folder / checkpoint.WEIGHTS, trainer.best
+    assert best is not None, "a finished run has trained an epoch"
+    # A new network: weights loaded into the old one would be another graph.
     model = MSHNet(widths=config.widths, depths=config.depths)
     checkpoint.fill(model, trainer.best_weights, weights)
     trainer.backend.move(model)
@@ -200,17 +234,25 @@ def _show(run: _Run, trainer: Trainer, store: SampleCache, best: dict, log: Log)
 def test(overrides: dict, log: Log = print) -> dict:
     """Evaluate a weight file on the test split.
 
+    Args:
+        overrides: settings by the field names of :class:`~mshnet.training.config.Config`.
+        log: receives messages for people.
+
     Returns:
-        For each definition the numbers of ``DetectionMetrics.compute`` and their ``protocol``.
+        For each definition the results of ``DetectionMetrics.compute`` and their ``protocol``.
 
     Raises:
         RequestError: the request cannot be fulfilled.
     """
     config = _for_weights(overrides, "the weights to evaluate")
-    backends.resolve_device(config.device, config.num_cores)
-    require_shares(config, config.num_cores)
-    model, full = _model(config, config.weight_path)
+    resolve_device(config.device, config.num_cores)
+    config = _with_batch_size(config, overrides, log)
+    config.require_even_shares(config.num_cores)
+    model, full = _model(config, overrides["weight_path"])
     store = _open(_data_folder(config, ("test",), log), "test", config, log)
+    # A larger batch would only be padding.
+    size = min(config.batch_size, default_batch_size(config.num_cores, len(store)))
+    config = dataclasses.replace(config, batch_size=size)
     backend = _backend(config, log)
     backend.move(model)
     metrics, _ = _evaluate(config, model, backend, store, full)
@@ -222,6 +264,15 @@ def predict_files(
 ) -> list[Detection]:
     """Detect targets in image files; see :func:`mshnet.predict.predict`.
 
+    Args:
+        overrides: settings by the field names of :class:`~mshnet.training.config.Config`.
+        inputs: files, folders and glob patterns.
+        out: folder of the results.
+        log: receives messages for people.
+
+    Returns:
+        One row for each detection.
+
     Raises:
         RequestError: the request cannot be fulfilled.
     """
@@ -230,12 +281,13 @@ def predict_files(
     if (out / "images").exists():
         raise RequestError(
             f"--out {out} is a data set (it has images/), whose masks would be overwritten; "
-            "choose another folder"
+            "choose another folder",
+            "overwrites-data",
         )
     require_writable("--out", out)
     for path in progress(paths, "check images"):
         open_image(path)
-    model, full = _model(config, config.weight_path)
+    model, full = _model(config, overrides["weight_path"])
     backend = _backend(config, log)
     model.fold = backend.default_fold(config)
     backend.move(model)
@@ -246,10 +298,10 @@ def predict_files(
     return rows
 
 
-def _for_weights(overrides: dict, wanted: str) -> Config:
-    """Settings for using weights: image size and network are those they were trained with."""
+def _for_weights(overrides: dict, purpose: str) -> Config:
+    """Return settings for using weights: image size and network are those of their training."""
     if not overrides.get("weight_path"):
-        raise RequestError(f"--weight-path is missing: name {wanted}")
+        raise RequestError(f"--weight-path is missing: name {purpose}", "no-weights")
     path = overrides["weight_path"]
     recorded = recorded_config(checkpoint.load(path), path)
     names = ("base_size", "channels", "widths", "depths")
@@ -257,15 +309,15 @@ def _for_weights(overrides: dict, wanted: str) -> Config:
 
 
 def _with_absolute_paths(config: Config) -> Config:
-    """So that a run can be resumed from another working folder."""
+    """Return the settings with absolute paths: the run can be resumed from another folder."""
     names = ("dataset_dir", "weight_path", "compile_cache", "backup", "save_dir")
-    overrides = {name: getattr(config, name) for name in names}
-    paths = {name: str(Path(path).resolve()) for name, path in overrides.items() if path}
-    return dataclasses.replace(config, **paths)
+    paths = {name: path for name in names if (path := getattr(config, name))}
+    absolute = {name: str(Path(path).resolve()) for name, path in paths.items()}
+    return dataclasses.replace(config, **absolute)
 
 
 def _data_folder(config: Config, splits: Sequence[str], log: Log) -> Path:
-    """The data set's folder; its lists and files are there."""
+    """Return the data set's folder, with its lists and files checked."""
     if config.dataset_dir is None:
         log("no --dataset-dir: using built-in synthetic scenes")
         path = source.built_in_scenes(config.base_size)
@@ -280,7 +332,8 @@ def _data_folder(config: Config, splits: Sequence[str], log: Log) -> Path:
         if split == "train" and config.batch_size > count:
             raise RequestError(
                 f"--batch-size {config.batch_size} is larger than the training split of {path} "
-                f"({count} images); use at most {count}"
+                f"({count} images); use at most {count}",
+                "batch-too-large",
             )
     return path
 
@@ -291,38 +344,23 @@ def _open(path: Path, split: str, config: Config, log: Log) -> SampleCache:
     return store
 
 
-def require_shares(config: Config, cores: int) -> None:
-    """Every core gets the same number of images of a global batch.
-
-    Raises:
-        RequestError: they do not come out even.
-    """
-    if config.batch_size % cores:
-        near = config.batch_size // cores * cores
-        choices = " or ".join(str(n) for n in (near, near + cores) if n)
-        raise RequestError(
-            f"--batch-size {config.batch_size}: it is the global batch, shared by {cores} cores, "
-            f"and must be a multiple of {cores}; use {choices}"
-        )
-
-
 def _open_splits(run: _Run, log: Log) -> list[SampleCache]:
     return [_open(run.data, split, run.config, log) for split in ("train", "test")]
 
 
 def _backend(
-    config: Config, log: Log, replicas: replicas.Replicas | None = None
+    config: Config, log: Log, replica: replicas.Replicas | None = None
 ) -> backends.Backend:
     backend = backends.make_backend(
-        config.device, config.num_cores, config.precision, config.compile_cache, replicas
+        config.device, config.num_cores, config.precision, config.compile_cache, replica
     )
-    require_shares(config, backend.cores)  # with several hosts these are more than num_cores
+    config.require_even_shares(backend.cores)  # with several hosts, more than num_cores
     log(f"device: {backend.label}, {config.precision}")
     return backend
 
 
 def _model(config: Config, weights: str | Path) -> tuple[MSHNet, bool]:
-    """The network with weights, on the host, and whether its fused head is trained."""
+    """Return the network with weights, on the host, and whether its fused head is trained."""
     model = MSHNet(widths=config.widths, depths=config.depths)
     return model, checkpoint.load_weights(model, weights)
 
@@ -330,7 +368,7 @@ def _model(config: Config, weights: str | Path) -> tuple[MSHNet, bool]:
 def _evaluate(
     config: Config, model: MSHNet, backend: backends.Backend, store: SampleCache, full: bool
 ) -> tuple[DetectionMetrics, dict[int, torch.Tensor]]:
-    """Metrics of a split, and the logits of some of its first images, by index, for a picture."""
+    """Return metrics of a split, and logits of its first images by index, for a picture."""
     model.fold = backend.default_fold(config)
     dataset = EvaluationSet(store, config.base_size)
     loader = evaluation_loader(dataset, config.batch_size, 0, backend.input_shard)
@@ -359,7 +397,7 @@ def _draw_examples(
 
 
 def _results(metrics: DetectionMetrics, config: Config, choice: str, log: Log) -> dict:
-    """Both definitions, said and returned, each with its protocol."""
+    """Log and return the results by both definitions, each with its protocol."""
     results = {}
     for definition in DEFINITIONS:
         conditions = protocol(config, metrics.images, definition, choice)

@@ -1,39 +1,40 @@
-"""The commands: ``mshnet train|test|predict|check-data|doctor|aot|bench``, ``main_tpu.py``'s flags.
+"""The commands ``mshnet train|test|predict|check-data|doctor|aot|bench`` and main_tpu.py's flags.
 
 Exit codes: 0 done, 1 failed while running, 2 the request was wrong (one line says what to change),
 130 and 143 stopped by Ctrl-C and SIGTERM after saving.
+
+What computes (torch, the network, the data) is imported by the functions that need it, so that
+``--help``, ``--version`` and argument errors answer at once.
 """
 
 import argparse
-import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tpuscope.aot import EFFORTS, CompilerFailed, cache_folder
+from tpuscope.cli import Parser, run
 from tpuscope.doctor.command import add_flags as doctor_flags
-from tpuscope.engine.replicas import ReplicaFailed
 from tpuscope.errors import RequestError
 
-from . import __version__, api, estimate
-from .data.check import check, table
-from .data.sample_cache import CACHES
-from .training.config import DEVICES, MOST_WORKERS, PRECISIONS, STRATEGIES, Config, default_workers
-from .training.preemption import EXIT_CODES
-from .training.run_dir import to_json
+from .choices import CACHES, DEVICES, EFFORTS, PHASES, PRECISIONS, STRATEGIES
+from .training.config import MOST_WORKERS, Config, default_workers
+from .version import __version__
+
+if TYPE_CHECKING:
+    from . import estimate
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The installed command ``mshnet``; returns the exit code."""
+    """Run the installed command ``mshnet`` and return the exit code."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    if argv[:1] == ["bench"]:  # has its own flags, beside its code
+    if argv[:1] == ["bench"]:  # its flags are defined beside its code
         return run(_Bench(prog="mshnet bench"), argv[1:])
     return run(_parser(), argv)
 
 
 def main_tpu(argv: Sequence[str] | None = None) -> int:
-    """``python main_tpu.py``: train, or test with ``--mode test``; returns the exit code."""
+    """Run ``python main_tpu.py`` (train, or test with ``--mode test``) and return the exit code."""
     parser = Parser(
         prog="main_tpu.py",
         description="Train or test MSHNet, an infrared small-target detector.",
@@ -55,12 +56,12 @@ examples:
       main_tpu.py --dataset-dir datasets/IRSTD-1k --batch-size 32 --use-tpu
   XLA without a TPU, small:
       PJRT_DEVICE=CPU main_tpu.py --epochs 3 --base-size 64 --crop-size 64 --use-tpu
-  eight cores, as on Kaggle; without a TPU put PJRT_DEVICE=CPU before it:
+  eight cores, as on Kaggle; without a TPU, put PJRT_DEVICE=CPU before the line:
       main_tpu.py --dataset-dir datasets/IRSTD-1k --batch-size 256 --use-tpu --num-cores 8
-  a session that may vanish; the same line begins and goes on:
+  a session that may be cut off; the same line starts and resumes the run:
       main_tpu.py --dataset-dir /content/drive/MyDrive/IRSTD-1k.zip --stage --use-tpu \\
           --save-dir /content/drive/MyDrive/runs/first --resume auto
-  the numbers of trained weights:
+  evaluate trained weights:
       main_tpu.py --mode test --dataset-dir DIR --weight-path weight.pkl
 
 Without --dataset-dir it trains on built-in synthetic scenes. A run leaves config.json,
@@ -69,25 +70,16 @@ exit codes: 0 done, 1 failed while running, 2 the request was wrong, 130 and 143
 and SIGTERM after saving."""
 
 
-class Parser(argparse.ArgumentParser):
-    """An argument error is one line, like every other wrong request; no flag is abbreviated."""
-
-    def __init__(self, **kwargs):
-        super().__init__(allow_abbrev=False, **kwargs)
-
-    def error(self, message: str):
-        raise RequestError(f"{message} (`{self.prog} --help` lists the flags)")
-
-
 class _Bench(Parser):
-    """Leaves the flags of ``mshnet bench`` to benchmarks/bench.py, which only a checkout has."""
+    """Passes the flags of ``mshnet bench`` to benchmarks/bench.py, which only a checkout has."""
 
     def parse_args(self, argv: Sequence[str]) -> argparse.Namespace:
         folder = Path(__file__).resolve().parent.parent / "benchmarks"
         if not (folder / "bench.py").is_file():
             raise RequestError(
                 "the benchmarks are in the repository, not in the installed package; clone it and "
-                "run `pip install -e .` there"
+                "run `pip install -e .` there",
+                "needs-checkout",
             )
         sys.path.insert(0, str(folder))
         import bench
@@ -137,10 +129,10 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("folder", help="folder with images/, masks/ and the lists")
     _add_json(check, "print the whole report as one JSON object")
 
-    doctor_flags(command("doctor", None, "check what works on this machine, and how to mend it"))
+    doctor_flags(command("doctor", None, "check this machine, and how to fix what does not work"))
 
-    _add_aot_flags(command("aot", _aot, "what a step needs on a TPU, from the TPU's own compiler"))
-    command("bench", None, "compare with the official code's way of doing the same work")
+    _add_aot_flags(command("aot", _aot, "estimate memory and time of a step by the TPU's compiler"))
+    command("bench", None, "benchmark against the official implementation")
     return parser
 
 
@@ -150,67 +142,72 @@ def _add_aot_flags(parser: argparse.ArgumentParser) -> None:
         "--topology",
         default="v5e:1x1",
         metavar="SLICE",
-        help="generation and chips, such as v5e:1x1 (Colab), v5e:2x4 (Kaggle), v6e:1x1; a name "
-        "that is not known lists all (default: v5e:1x1)",
+        help="generation and chips, such as v5e:1x1 (Colab), v5e:2x4 (Kaggle), v6e:1x1; an "
+        "unknown name lists all (default: v5e:1x1)",
     )
     parser.add_argument(
         "--num-cores",
         type=int,
         default=None,
         metavar="N",
-        help="cores of the slice that take part (default: all of them)",
+        help="cores of the slice that are used (default: all)",
     )
-    _add(parser, "batch_size", "images a step, over all cores together", default_text="32")
+    _add(
+        parser,
+        "batch_size",
+        "global batch: images a step, over all cores",
+        default_text="32, or the next multiple of the cores",
+    )
     _add(parser, "base_size", "side of the images, pixels")
     _add(parser, "precision", "bf16 is autocast", kind=str, choices=PRECISIONS)
     _add_fold(parser)
     _add_channels(parser)
     parser.add_argument(
         "--phase",
-        choices=estimate.PHASES,
+        choices=PHASES,
         default="train",
-        help="train: all heads; warmup: one head; eval: a test's step (default: train)",
+        help="train: all heads; warmup: one head; eval: an evaluation step (default: train)",
     )
     parser.add_argument(
         "--effort",
         choices=EFFORTS,
         default="fast",
-        help="fast: the compiler's least effort, a minute; full: what a TPU gets, much longer "
+        help="fast: the compiler's least effort, about a minute; full: as for a TPU, much longer "
         "(default: fast)",
     )
     parser.add_argument(
         "--sweep",
         action="store_true",
-        help="from --batch-size on, look for the largest batch that fits; one line for each try",
+        help="search for the largest batch that fits, starting at --batch-size",
     )
     parser.add_argument(
         "--no-cache",
         action="store_true",
-        help=f"ask the compiler even if it has answered before (answers: {cache_folder()})",
+        help="compile again, even if the answer is in the cache",
     )
     _add_json(parser, "print everything as one JSON object")
 
 
 _AOT_EXAMPLES = """\
-libtpu holds the whole TPU compiler, and compiling takes no TPU. The training step is traced as
-always, compiled for the slice that you name, and the compiled program says what it needs:
+libtpu contains the whole TPU compiler, which needs no TPU. The training step is traced as in a
+training run, compiled for the slice that you name, and the compiled program is analysed:
 
   memory    whether it fits, with the largest arrays if not
   moved     bytes to and from HBM; layer by layer, and how much of it is padding
-  at least  operations or bytes at the chip's published rates, whichever takes longer
+  at least  roofline bound: operations or bytes at the chip's published rates
   exchanged what several cores reduce together
 
-It is an estimate, not a run: no step is faster than "at least", and many are slower.
+It is an estimate, not a measurement: no step is faster than "at least", and many are slower.
 
 examples:
   will batch 32 fit Colab's v5e?
       mshnet aot --topology v5e:1x1 --batch-size 32 --precision bf16
-  the largest batch that does:
+  the largest batch that fits:
       mshnet aot --topology v5e:1x1 --batch-size 64 --precision bf16 --sweep
   Kaggle's eight cores, and what they exchange:
       mshnet aot --topology v5e:2x4 --batch-size 256 --precision bf16
 
-A step takes the compiler about a minute and 3 GB of memory at 256×256. It comes with
+Compiling a step at 256×256 takes about a minute and 3 GB of memory. Install the compiler with
 pip install 'mshnet[aot]'; Colab's TPU runtime has it."""
 
 
@@ -220,11 +217,11 @@ def _add_train_flags(parser: argparse.ArgumentParser) -> None:
         "--stage",
         action="store_true",
         default=argparse.SUPPRESS,
-        help="copy (or unpack: zip, tar) the data set to ./datasets first, once; for sets on Drive",
+        help="copy (or unpack: zip, tar) the data set to ./datasets once, for data sets on Drive",
     )
     _add(parser, "epochs", "passes over the training split")
     _add(parser, "lr", "learning rate of Adagrad", kind=float)
-    _add(parser, "warm_epoch", "last epoch, from 0 (3 means four), of one head and plain IoU loss")
+    _add(parser, "warm_epoch", "last epoch of the warm-up (one head, IoU loss), counted from 0")
     _add(parser, "crop_size", "side of training samples, pixels, a multiple of 16")
     _add(
         parser,
@@ -232,13 +229,13 @@ def _add_train_flags(parser: argparse.ArgumentParser) -> None:
         "loader processes",
         default_text=f"cores - 1, at most {MOST_WORKERS}; here {default_workers()}",
     )
-    _add(parser, "seed", "of weights, order and augmentation")
+    _add(parser, "seed", "random seed of weights, order, augmentation and dropout")
     _add_device_flags(parser)
     _add_weights(parser, "train: weights to start from; test: weights to evaluate")
     _add(
         parser,
         "strategy",
-        "several cores as one device (spmd), or a replica on each with its own batch norm (launch)",
+        "several cores: spmd, one program over all; launch, one process and batch norm for each",
         kind=str,
         choices=STRATEGIES,
     )
@@ -246,22 +243,22 @@ def _add_train_flags(parser: argparse.ArgumentParser) -> None:
     _add(
         parser,
         "backup",
-        "second folder for the run's files, copied to in the background, such as one on Drive; "
-        "a --save-dir on Drive gets a local folder and becomes the backup by itself",
+        "second folder, such as one on Drive, to which the run's files are copied in the "
+        "background; a --save-dir on Drive becomes the backup of a local folder",
         kind=str,
         default_text="none",
     )
     parser.add_argument(
         "--resume",
         metavar="RUN",
-        help="continue a run with the settings it has: its folder, its backup's, a checkpoint.pkl; "
-        "`auto` continues what is in --save-dir or --backup, and begins a run if nothing is",
+        help="continue a run with its own settings: its folder, its backup or a checkpoint.pkl; "
+        "`auto` continues the run in --save-dir or --backup, or starts one if there is none",
     )
     _add(parser, "save_minutes", "minutes between checkpoints within an epoch", kind=float)
     _add(
         parser,
         "max_minutes",
-        "save and stop in time for a session of so many minutes",
+        "save and stop before the session has lasted this many minutes",
         kind=float,
         default_text="no limit",
     )
@@ -275,14 +272,19 @@ def _add_data_flags(parser: argparse.ArgumentParser) -> None:
         kind=str,
         default_text="built-in scenes",
     )
-    _add(parser, "batch_size", "images a step, over all cores together")
+    _add(
+        parser,
+        "batch_size",
+        "global batch: images a step, over all cores",
+        default_text="4; with --num-cores the next multiple of the cores",
+    )
     _add(parser, "base_size", "side of evaluation images, and scale of augmentation, pixels")
     _add_channels(parser)
-    _add(parser, "cache", "where decoded images are kept", kind=str, choices=CACHES)
+    _add(parser, "cache", "where decoded images are stored", kind=str, choices=CACHES)
 
 
 def _add_channels(parser: argparse.ArgumentParser) -> None:
-    _add(parser, "channels", "1 keeps images grey, 3 keeps colour")
+    _add(parser, "channels", "of an image: 1 grey, 3 colour")
 
 
 def _add_device_flags(parser: argparse.ArgumentParser, cores: bool = True) -> None:
@@ -308,7 +310,7 @@ def _add_device_flags(parser: argparse.ArgumentParser, cores: bool = True) -> No
     _add(
         parser,
         "compile_cache",
-        "folder that keeps XLA programs between runs, where the runtime can load them",
+        "folder for compiled XLA programs, reused by later runs where the runtime supports it",
         kind=str,
         default_text="none",
     )
@@ -318,9 +320,8 @@ def _add_fold(parser: argparse.ArgumentParser) -> None:
     _add(
         parser,
         "space_to_depth",
-        "how the network computes, with the same result: 0 as on CPUs and GPUs, 1 to 16 as TPUs "
-        "want it, with so many columns of a map stored as channels",
-        default_text="on a TPU 8 below 128 images a core, else 1; elsewhere 0",
+        "space-to-depth factor; 0 = standard layers; the results are the same",
+        default_text="on a TPU 8 below 128 images a core, else 1; on other devices 0",
     )
 
 
@@ -340,7 +341,7 @@ def _add(
     choices: Sequence[str] | None = None,
     default_text: str | None = None,
 ) -> None:
-    """A flag for a field of Config; absent if not given, so that a resumed run's value holds."""
+    """Add a flag for a field of Config; left out, it sets nothing: a resumed run keeps its own."""
     shown = default_text or Config.__dataclass_fields__[name].default
     parser.add_argument(
         "--" + name.replace("_", "-"),
@@ -352,60 +353,52 @@ def _add(
     )
 
 
-def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
-    """Run the command that the arguments name; the exit code, and one line for what went wrong.
-
-    Args:
-        parser: its commands set ``command``, a function of the parsed arguments.
-        argv: the arguments; None for the process's own.
-    """
-    try:
-        args = parser.parse_args(argv)
-        return args.command(args)
-    except RequestError as error:
-        print(f"{parser.prog}: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"{parser.prog}: interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        # The reader of a pipe (head, log) has seen enough. Standard output is pointed elsewhere,
-        # or Python would complain about it while it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except ReplicaFailed as error:
-        print(f"{parser.prog}: a replica failed, all were ended:\n{error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 1
-
-
 def _overrides(args: argparse.Namespace) -> dict:
-    """The settings that the command line names."""
+    """Return the settings that the command line names."""
     return {k: v for k, v in vars(args).items() if k in Config.__dataclass_fields__}
 
 
+def _computing(args: argparse.Namespace) -> dict:
+    """Return :func:`_overrides`, with this process prepared for the device that they name."""
+    from .training.devices import resolve_device
+    from .training.malloc import keep_freed_memory
+
+    overrides = _overrides(args)
+    if resolve_device(overrides.get("device", "auto")) == "cpu":
+        keep_freed_memory()
+    return overrides
+
+
 def _log(args: argparse.Namespace) -> Callable[[str], None]:
-    """Where messages for people go: standard output, or beside it when that carries JSON."""
-    return _beside if args.json else _on_stdout
+    """Return where messages go: standard output, or standard error when that carries JSON."""
+    return _to_stderr if args.json else _to_stdout
 
 
-# Text and line end in one write: the backup's thread and other replicas speak, too.
+# Text and line end in one write: the backup's thread and other replicas write, too. Functions of
+# the module, because replicas unpickle them.
 
 
-def _on_stdout(text: str) -> None:
+def _to_stdout(text: str) -> None:
     print(f"{text}\n", end="", flush=True)
 
 
-def _beside(text: str) -> None:
+def _to_stderr(text: str) -> None:
     print(f"{text}\n", end="", file=sys.stderr, flush=True)
 
 
+def _print_json(value: object) -> None:
+    from .training.run_dir import to_json
+
+    print(to_json(value))
+
+
 def _train(args: argparse.Namespace) -> int:
-    record = api.train(_overrides(args), args.resume, _log(args))
+    from . import api
+    from .training.preemption import EXIT_CODES
+
+    record = api.train(_computing(args), args.resume, _log(args))
     if args.json:
-        print(to_json(record))
+        _print_json(record)
     return EXIT_CODES.get(record["stopped"], 0)
 
 
@@ -414,55 +407,64 @@ def _train_or_test(args: argparse.Namespace) -> int:
         return _train(args)
     if args.resume:
         raise RequestError(
-            f"--mode test --resume {args.resume}: testing resumes nothing; name the weights with "
-            "--weight-path"
+            f"--mode test --resume {args.resume}: a test resumes nothing; name the weights with "
+            "--weight-path",
+            "flag",
         )
     return _test(args)
 
 
 def _test(args: argparse.Namespace) -> int:
-    results = api.test(_overrides(args), _log(args))
+    from . import api
+
+    results = api.test(_computing(args), _log(args))
     if args.json:
-        print(to_json(results))
+        _print_json(results)
     return 0
 
 
 def _predict(args: argparse.Namespace) -> int:
-    rows = api.predict_files(
-        {"batch_size": 8} | _overrides(args), args.inputs, Path(args.out), _log(args)
-    )
+    from . import api
+
+    overrides = {"batch_size": 8} | _computing(args)
+    rows = api.predict_files(overrides, args.inputs, Path(args.out), _log(args))
     if args.json:
-        print(to_json(rows))
+        _print_json(rows)
     return 0
 
 
 def _check_data(args: argparse.Namespace) -> int:
+    from .data.check import check, table
+
     report = check(args.folder)
-    print(json.dumps(report.as_dict(), indent=1) if args.json else table(report))
+    if args.json:
+        _print_json(report.as_dict())
+    else:
+        print(table(report))
     return 2 if report.errors() else 0
 
 
 def _aot(args: argparse.Namespace) -> int:
-    overrides = {"batch_size": 32} | _overrides(args)
+    from . import estimate
+
+    overrides = _overrides(args)
     num_cores = overrides.pop("num_cores")
     step = estimate.request(overrides, args.phase, args.topology, num_cores)
     log = _log(args)
-    try:
-        if args.sweep:
-            return _aot_sweep(step, args, log)
-        report = estimate.compile_step(step, args.effort, not args.no_cache)
-    except CompilerFailed as error:
-        print(f"mshnet aot: {error}", file=sys.stderr)
-        return 1
+    if args.sweep:
+        return _aot_sweep(step, args, log)
+    report = estimate.compile_step(step, args.effort, not args.no_cache)
     if args.json:
-        print(to_json(step.as_dict() | report.as_dict()))
+        _print_json(step.as_dict() | report.as_dict())
     else:
         log(f"MSHNet, {step}\n{report.table()}")
     return 0
 
 
-def _aot_sweep(step: estimate.Step, args: argparse.Namespace, log: Callable[[str], None]) -> int:
-    log(f"MSHNet, {step}; by the TPU's compiler ({args.effort} effort), not a run\n")
+def _aot_sweep(step: "estimate.Step", args: argparse.Namespace, log: Callable[[str], None]) -> int:
+    from . import estimate
+
+    log(f"MSHNet, {step}; estimated by the TPU's compiler ({args.effort} effort)\n")
     log(estimate.SWEEP_HEAD)
     tried = []
     for found in estimate.sweep(step, args.effort, not args.no_cache):
@@ -471,8 +473,8 @@ def _aot_sweep(step: estimate.Step, args: argparse.Namespace, log: Callable[[str
     log(f"\n{estimate.sweep_summary(tried)}")
     if args.json:
         best = estimate.largest(tried)
-        print(to_json({
+        _print_json({
             "largest_batch_size": best.config.batch_size if best else None,
             "tried": [step.as_dict() | report.as_dict() for step, report in tried],
-        }))  # fmt: skip
+        })  # fmt: skip
     return 0

@@ -1,6 +1,6 @@
-"""What MSHNet's steps need on a TPU that is not there: ``mshnet aot``.
+"""Estimate memory and time of MSHNet's steps with the TPU's compiler: ``mshnet aot``.
 
-The steps are the trainer's own, traced on virtual cores; :mod:`tpuscope.aot` compiles them.
+The steps are the trainer's, traced on virtual cores; :mod:`tpuscope.aot` compiles them.
 """
 
 import multiprocessing
@@ -22,14 +22,12 @@ from tpuscope.errors import RequestError
 from tpuscope.progress import someone_watches
 
 from . import model_tpu
-from .api import require_shares
+from .choices import PHASES
 from .loss import SLSIoULoss
 from .model import MSHNet
 from .training.backend import TPU_FLAGS, Backend, SpmdBackend, XlaBackend
-from .training.config import Config
+from .training.config import Config, default_batch_size
 from .training.step import Normalize, evaluation_step, train_step
-
-PHASES = ("train", "warmup", "eval")
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class Step:
 
     Attributes:
         config: ``batch_size`` (global), ``base_size`` (side of the images), ``precision``,
-            ``channels``, ``num_cores``, ``widths`` and ``depths`` count; the rest does not.
+            ``channels``, ``num_cores``, ``widths`` and ``depths`` matter; the rest does not.
         phase: ``"train"`` (all heads), ``"warmup"`` (one head), or ``"eval"``.
         topology: the slice, with ``num_cores`` cores or more.
     """
@@ -49,28 +47,28 @@ class Step:
 
     @property
     def images(self) -> int:
-        """Of one core."""
+        """Images a step on each core."""
         return self.config.batch_size // self.config.num_cores
 
     @property
     def fold(self) -> int:
-        """What the network's ``fold`` is, on a TPU."""
-        overrides = self.config.space_to_depth
-        return model_tpu.default_fold(self.images) if overrides is None else overrides
+        """The network's ``fold`` on a TPU."""
+        requested = self.config.space_to_depth
+        return model_tpu.default_fold(self.images) if requested is None else requested
 
     def as_dict(self) -> dict[str, Any]:
-        """What was asked for, as plain values."""
+        """Return the request as plain values."""
         names = ("batch_size", "base_size", "precision", "channels")
-        overrides = {name: getattr(self.config, name) for name in names}
-        return overrides | {"space_to_depth": self.fold, "phase": self.phase}
+        values = {name: getattr(self.config, name) for name in names}
+        return values | {"space_to_depth": self.fold, "phase": self.phase}
 
     def __str__(self) -> str:
-        """For people."""
+        """Return a description for people."""
         config = self.config
         what = {
             "train": "training step",
             "warmup": "training step of the warm-up",
-            "eval": "test step",
+            "eval": "evaluation step",
         }
         return (
             f"{what[self.phase]}, batch {config.batch_size}, {config.base_size}×{config.base_size},"
@@ -78,46 +76,51 @@ class Step:
         )
 
     def with_images(self, images: int) -> "Step":
-        """The same step with so many images on each core."""
-        size = images * self.config.num_cores
-        return replace(self, config=replace(self.config, batch_size=size))
+        """Return the same step with another number of images on each core."""
+        batch_size = images * self.config.num_cores
+        return replace(self, config=replace(self.config, batch_size=batch_size))
 
 
 def request(overrides: dict, phase: str, topology: str, num_cores: int | None = None) -> Step:
-    """A step from a request, checked.
+    """Return the step of a request, checked.
 
     Args:
-        overrides: settings by the field names of :class:`~mshnet.training.config.Config`.
-        phase: one of :data:`PHASES`.
+        overrides: settings by the field names of :class:`~mshnet.training.config.Config`. The
+            default batch is the smallest one of 32 images or more that the cores share.
+        phase: one of :data:`~mshnet.choices.PHASES`.
         topology: the slice.
-        num_cores: of the slice that take part; None takes all.
+        num_cores: cores of the slice that are used; None for all.
 
     Raises:
         RequestError: it cannot be compiled.
     """
     if phase not in PHASES:
-        raise RequestError(f"--phase {phase}: must be one of {', '.join(PHASES)}")
+        raise RequestError(f"--phase {phase}: must be one of {', '.join(PHASES)}", "unknown-choice")
     try:
         slice_ = Topology.parse(topology)
         aot.require_compiler()
         runtime.require_matching_versions()
     except UnknownTopology as error:
-        raise RequestError(f"--topology {error}") from error
+        raise RequestError(f"--topology {error}", "unknown-topology") from error
     except (aot.CompilerUnavailable, runtime.XlaUnavailable) as error:
-        raise RequestError(str(error)) from error
+        raise RequestError(str(error), "no-compiler") from error
     cores = slice_.cores if num_cores is None else num_cores
     if cores > slice_.cores:
-        raise RequestError(f"--num-cores {cores}: {topology} has {slice_.cores}; use at most that")
+        raise RequestError(
+            f"--num-cores {cores}: {topology} has {slice_.cores}; use at most that", "cores"
+        )
     config = Config.from_dict(overrides | {"num_cores": cores})
-    require_shares(config, cores)
+    if "batch_size" not in overrides:
+        config = replace(config, batch_size=default_batch_size(cores, 32))
+    config.require_even_shares(cores)
     return Step(config, phase, str(slice_))
 
 
 def compile_step(step: Step, effort: str = "fast", use_cache: bool = True) -> aot.Report:
-    """Trace a step in a process of its own, and compile it in another.
+    """Trace a step in one process of its own and compile it in another.
 
     Raises:
-        CompilerFailed: no answer.
+        CompilerFailed: the compiler was killed, or cannot compile the step.
     """
     return aot.compile_program(
         trace(step),
@@ -132,7 +135,7 @@ def compile_step(step: Step, effort: str = "fast", use_cache: bool = True) -> ao
 
 
 def trace(step: Step) -> aot.Program:
-    """The program of a step, in a process of its own: how many cores one has is settled once.
+    """Trace a step in a process of its own: a process cannot change its number of cores.
 
     Raises:
         CompilerFailed: that process was killed.
@@ -143,13 +146,13 @@ def trace(step: Step) -> aot.Program:
             return process.submit(_trace, step).result()
         except BrokenProcessPool as error:
             raise aot.CompilerFailed(
-                "the process that traces the step was killed, as a machine does that runs out of "
-                "memory: try a smaller batch"
+                "the process that traces the step was killed, probably because the machine is out "
+                "of memory: try a smaller batch"
             ) from error
 
 
 def _trace(step: Step) -> aot.Program:
-    """Of :func:`trace`, in a process that has opened no device."""
+    """Trace a step in this process, which must not have opened a device."""
     config = step.config
     runtime.select_platform("CPU", config.num_cores)
     backend = (SpmdBackend if config.num_cores > 1 else XlaBackend)(config.precision)
@@ -206,9 +209,9 @@ def sweep(
         else:
             too_many = images
         if too_many is None:
-            images = 2 * fits
+            images *= 2
         elif fits is None:
-            images = too_many // 2
+            images //= 2
         else:
             images = (fits + too_many) // 2
         if images == 0:
@@ -222,7 +225,7 @@ SWEEP_HEAD = (
 
 
 def sweep_line(step: Step, report: aot.Report) -> str:
-    """One line of a sweep, for people."""
+    """Return one line of a sweep, for people."""
     batch, needed = step.config.batch_size, size(report.hbm_bytes)
     verdict = "fits" if report.fits else "DOES NOT FIT"
     line = f"{step.images:>13}  {batch:>12}  {needed:>11} {verdict:<12}"
@@ -235,13 +238,13 @@ def sweep_line(step: Step, report: aot.Report) -> str:
 
 
 def largest(tried: list[tuple[Step, aot.Report]]) -> Step | None:
-    """The largest step that fits; None if no step does."""
+    """Return the largest step that fits; None if no step fits."""
     fitting = (step for step, report in tried if report.fits)
     return max(fitting, key=lambda step: step.images, default=None)
 
 
 def sweep_summary(tried: list[tuple[Step, aot.Report]]) -> str:
-    """What a sweep found, in a sentence."""
+    """Return the result of a sweep, one line for people."""
     best = largest(tried)
     if best is None:
         return f"not even one image on each core fits {tried[-1][0].topology}"

@@ -20,9 +20,8 @@ from torch.nn import functional as F
 
 from . import model_tpu
 from .batch_norm import batch_norm
+from .choices import FOLDS
 from .interpolate import upsample
-
-FOLDS = (0, 1, 2, 4, 8, 16)
 
 
 class ChannelAttention(nn.Module):

@@ -1,4 +1,4 @@
-"""The one exception for requests that cannot be fulfilled as asked."""
+"""The exceptions that the command line turns into one line and an exit code."""
 
 
 class RequestError(ValueError):
@@ -17,4 +17,22 @@ class RequestError(ValueError):
         self.code = code
 
     def __reduce__(self):
-        return type(self), (str(self), self.code)
+        return type(self), (self.args[0], self.code)
+
+
+class Failed(RuntimeError):
+    """The request was right, and the work failed: a process was killed, a service refused.
+
+    The command line prints the message and exits with 1.
+
+    Args:
+        message: for people.
+        code: the kind of failure, as in :class:`RequestError`.
+    """
+
+    def __init__(self, message: str, code: str = "failed"):
+        super().__init__(message)
+        self.code = code
+
+    def __reduce__(self):
+        return type(self), (self.args[0], self.code)

@@ -19,10 +19,9 @@ from PIL import Image
 from tpuscope.errors import RequestError
 from tpuscope.progress import progress
 
+from ..choices import CACHES as CACHES
 from .decode import read_image, read_mask
 from .layout import Sample
-
-CACHES = ("ram", "disk", "none")
 
 
 def read_sample(sample: Sample, channels: int) -> tuple[np.ndarray, np.ndarray, bool]:

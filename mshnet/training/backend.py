@@ -1,10 +1,9 @@
-"""What differs between devices, and nothing else: one small object chosen at start-up."""
+"""What differs between devices: one object that is chosen at start-up."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,41 +15,37 @@ from tpuscope.engine.compiled_step import CompiledStep
 from tpuscope.engine.replicas import Replicas
 from tpuscope.engine.spmd import DataMesh
 from tpuscope.engine.torch_xla import Counters
-from tpuscope.errors import RequestError
 from tpuscope.files import require_writable
 
 from .. import model_tpu
 from ..data.loader import WHOLE_BATCH, DataShard
 from .config import Config
-from .malloc import keep_freed_memory
+from .devices import resolve_device
 
 Step = Callable[..., tuple[Tensor, ...]]
 
-# What tunes the TPU's compiler for MSHNet's step, by the variables that it reads.
+# Flags that tune the TPU's compiler for MSHNet's step, by the variable that holds them.
 TPU_FLAGS = {
-    # The pass cuts the maps of fewer than 8 images into strips, as more images, and copies them to
-    # and fro: by the compiler's account, half of all bytes of such a step.
+    # The pass cuts the maps of fewer than 8 images into strips, as more images, and copies them
+    # back and forth: by the compiler's estimate, half of all bytes of such a step.
     "XLA_FLAGS": "--xla_disable_hlo_passes=space-to-batch-converter",
-    # With tiles of its own for 8-bit numbers, for v6e, libtpu 0.0.21.1 aborts on our float32 step.
+    # With separate tiles for 8-bit numbers, libtpu 0.0.21.1 aborts on our float32 step on v6e.
     "LIBTPU_INIT_ARGS": "--xla_tpu_enable_large_2nd_minor_layout_for_x8=false",
 }
-
-WHERE_EIGHT = (
-    "Colab's TPUs have 1 core; Kaggle's TPU v5e-8 has 8, and so has a Cloud TPU v5litepod-8"
-)
 
 
 class Backend:
     """Eager PyTorch on one device; the base of the others.
 
     Attributes:
-        device: where the model and the batches live.
+        device: of the model and the batches.
         label: for people, such as ``"cuda: NVIDIA L4"``.
-        cores: that share a global batch, on all hosts.
-        input_shard: what this process input_shard of every global batch.
-        output_shard: what it gets back of every global batch.
-        is_main_process: whether this process writes the run's files; one of all does.
-        agreement_interval: steps between two calls of :meth:`max_over_processes` in a training.
+        precision: ``"fp32"`` or ``"bf16"`` (autocast).
+        cores: number of cores, on all hosts, that share a global batch.
+        input_shard: slice of the global batch that this process loads.
+        output_shard: slice of the global batch whose outputs this process reads.
+        is_main_process: whether this process writes the run's files; exactly one does.
+        agreement_interval: steps between two calls of :meth:`max_over_processes` in training.
     """
 
     cores = 1
@@ -58,7 +53,7 @@ class Backend:
     output_shard: DataShard = WHOLE_BATCH
     is_main_process = True
     agreement_interval = 1
-    # Of kernels, and so of all maps: convolutions of CPUs and GPUs want the channels innermost.
+    # Convolutions on CPUs and GPUs are fastest with the channels innermost.
     memory_format = torch.channels_last
 
     def __init__(self, device: torch.device, label: str, precision: str = "fp32"):
@@ -67,14 +62,15 @@ class Backend:
         self.precision = precision
 
     def default_fold(self, config: Config) -> int:
-        """How the network is to compute here, for ``MSHNet.fold``."""
+        """Return the space-to-depth factor for ``MSHNet.fold``: the requested or the device's."""
         return config.space_to_depth or 0
 
     def move(self, module: nn.Module) -> None:
         """Move a module to the device, in place.
 
-        Batch norm's counts of batches stay: nothing computes with them, and as 0-dimensional zeros
-        they would be constants of the first XLA step and data of the second, one more compilation.
+        Batch norm's counts of batches stay on the host: nothing computes with them, and as
+        0-dimensional zeros they would be constants of the first XLA step and data of the second,
+        which costs one more compilation.
         """
         counted = [
             m for m in module.modules() if getattr(m, "num_batches_tracked", None) is not None
@@ -87,15 +83,15 @@ class Backend:
     def prepare(
         self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer], state: dict | None
     ) -> Optimizer:
-        """Move the model to the device and give it an optimizer.
+        """Move the model to the device and return its optimizer.
 
         Args:
             model: on the host; moved in place.
             make_optimizer: from a model to its optimizer.
             state: the optimizer's state to continue from, or None for a fresh one.
         """
-        # The state always arrives from the host: made on an XLA device, its zeros would be part
-        # of the first step's graph and the second step would be another graph.
+        # The state always comes from the host: made on an XLA device, its zeros would be part of
+        # the first step's graph, and the second step would be another graph.
         state = state or make_optimizer(model).state_dict()
         self.move(model)
         optimizer = make_optimizer(model)
@@ -103,12 +99,12 @@ class Backend:
         return optimizer
 
     def device_batches(self, loader: DataLoader) -> Iterable[list[Tensor]]:
-        """The loader's batches, on the device."""
+        """Yield the loader's batches, on the device."""
         for batch in loader:
             yield [tensor.to(self.device, non_blocking=True) for tensor in batch]
 
     def to_device(self, tensor: Tensor) -> Tensor:
-        """One host tensor on the device, as data.
+        """Return a copy of a host tensor on the device, as data of the graph.
 
         At least one dimension: torch_xla makes a 0-dimensional 0 or 1 a constant of the graph,
         and its other values then need another graph.
@@ -117,26 +113,29 @@ class Backend:
         return tensor.to(self.device)
 
     def autocast(self) -> AbstractContextManager:
-        """Context of the forward pass: bfloat16 where asked for."""
+        """Return the context of the forward pass: bfloat16 autocast if the precision is bf16."""
         if self.precision == "bf16":
             return torch.autocast(self.device.type, dtype=torch.bfloat16)
         return nullcontext()
 
     def optimizer_step(self, optimizer: Optimizer) -> None:
-        """Update the weights, with the gradients of the whole global batch."""
+        """Update the weights with the gradients of the whole global batch."""
         optimizer.step()
 
     def sync(self) -> None:
-        """Where a step ends."""
+        """End a step: dispatch what has been traced (XLA)."""
 
-    def compile_step(self, step: Step, state: Iterable[Tensor]) -> Step:
-        """A step that will run many times, and ends itself.
+    def compile_step(
+        self, step: Step, state: Iterable[Tensor], optimizers: Sequence[Optimizer] = ()
+    ) -> Step:
+        """Return a step that runs many times and calls :meth:`sync` itself.
 
         Args:
             step: from tensors on the device to a tuple of such, without :meth:`sync`. What
-                differs from one run to the next has to be an argument.
-            state: what else it reads and changes: parameters, buffers, the optimizer's sums, and
-                the counts that it raises on the host.
+                differs from one call to the next has to be an argument.
+            state: tensors that it also reads and changes: parameters, buffers, the optimizer's
+                sums, and the counts that it raises on the host.
+            optimizers: whose settings (learning rate, betas) it uses.
         """
 
         def run(*batch: Tensor) -> tuple[Tensor, ...]:
@@ -147,70 +146,71 @@ class Backend:
         return run
 
     def replicate_output(self, tensor: Tensor) -> Tensor:
-        """A result that this process will read, made so that it can."""
+        """Return a result in a form that this process can read."""
         return tensor
 
     def sum_over_processes(self, values: Tensor) -> Tensor:
-        """Host vectors (N,) of all processes that hold different parts, added up."""
+        """Return the sum of the host vectors (N,) of all processes with a shard of their own."""
         return values
 
     def max_over_processes(self, value: int) -> int:
-        """The largest value of all processes; they have to ask at the same steps."""
+        """Return the largest value of all processes; all have to call it at the same step."""
         return value
 
     def replica_state(self, model: nn.Module) -> Tensor | None:
-        """What differs between replicas within an epoch, float32 (replicas, N), on the host.
+        """Return batch norm's statistics of every replica, float32 (replicas, N), on the host.
 
-        That is batch norm's statistics; None where there is one model only.
+        They differ between replicas within an epoch. None where there is one model only.
         """
         return None
 
     def set_replica_state(self, model: nn.Module, state: Tensor | None) -> None:
-        """Give every replica its own again, or the mean where their number is another."""
+        """Restore every replica's statistics; their mean if the number of replicas differs."""
 
     def mean_statistics(self, model: nn.Module, state: Tensor | None) -> dict[str, Tensor]:
-        """The mean of :meth:`replica_state` by the names of a state_dict: one model for all."""
+        """Return the mean of :meth:`replica_state` by the names of a state_dict."""
         return {}
 
     def end_epoch(self, model: nn.Module) -> None:
-        """Make all replicas the same model again."""
+        """Average what differs between the replicas, so that all are one model."""
 
     def check_same(self, digest: bytes) -> None:
-        """Prove that all replicas hold the same weights.
+        """Check that all replicas hold the same weights.
 
         Args:
-            digest: a hash of this one's.
+            digest: a hash of this replica's.
 
         Raises:
             RuntimeError: they differ.
         """
 
     def counters(self) -> Counters:
-        """Compilations, fallbacks and host reads so far; zeros where nothing is compiled."""
+        """Return compilations, fallbacks and host reads so far; zeros without XLA."""
         return Counters()
 
-    def rng_state(self) -> Any:
-        """State of the device's random numbers, of types that a checkpoint may hold."""
-        return torch.cuda.get_rng_state() if self.device.type == "cuda" else None
+    def seed(self, value: int) -> None:
+        """Seed the random numbers of the next step, on the host and on the device.
 
-    def set_rng_state(self, state: Any) -> None:
-        """Continue from a state of the same kind of device; another kind's is left alone."""
-        if self.device.type == "cuda" and isinstance(state, Tensor):
-            torch.cuda.set_rng_state(state)
+        Args:
+            value: 2 or more: as a 0 or 1, XLA's seed would be a constant of the graph.
+        """
+        # Not torch.manual_seed, which also collects a stack for devices that are not there.
+        torch.default_generator.manual_seed(value)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(value)
 
 
 class CpuBackend(Backend):
     """Eager PyTorch on the CPU."""
 
     def __init__(self, precision: str = "fp32"):
-        keep_freed_memory()
         threads = torch.get_num_threads()
         label = f"cpu: {os.cpu_count()} cores, {threads} thread{'s' if threads > 1 else ''}"
         super().__init__(torch.device("cpu"), label, precision)
 
 
 class XlaBackend(Backend):
-    """One XLA core: a TPU's, or the CPU under the same compiler front."""
+    """One XLA device: a TPU core, or the CPU through XLA."""
 
     memory_format = torch.preserve_format  # XLA chooses layouts itself
 
@@ -230,20 +230,20 @@ class XlaBackend(Backend):
     def sync(self) -> None:
         runtime.sync()
 
-    def compile_step(self, step: Step, state: Iterable[Tensor]) -> Step:
+    def compile_step(
+        self, step: Step, state: Iterable[Tensor], optimizers: Sequence[Optimizer] = ()
+    ) -> Step:
         state = list(state)
         on_device = [tensor for tensor in state if tensor.device.type == "xla"]
-        return CompiledStep(step, on_device, [t for t in state if t.device.type != "xla"])
+        on_host = [tensor for tensor in state if tensor.device.type != "xla"]
+        return CompiledStep(step, on_device, on_host, optimizers=optimizers)
 
     def counters(self) -> Counters:
         return runtime.counters()
 
-    def rng_state(self) -> Any:
-        return runtime.rng_state()
-
-    def set_rng_state(self, state: Any) -> None:
-        if isinstance(state, int):
-            runtime.set_rng_state(state)
+    def seed(self, value: int) -> None:
+        super().seed(value)
+        runtime.set_rng_state(value)
 
 
 class SpmdBackend(XlaBackend):
@@ -278,14 +278,16 @@ class SpmdBackend(XlaBackend):
         self.mesh.replicate([placed])
         return placed
 
-    def compile_step(self, step: Step, state: Iterable[Tensor]) -> Step:
-        # Under SPMD torch_xla gives what a program has read another number, so that a program's
-        # arguments cannot be found again (tpuscope/engine/compiled_step.py).
+    def compile_step(
+        self, step: Step, state: Iterable[Tensor], optimizers: Sequence[Optimizer] = ()
+    ) -> Step:
+        # Under SPMD torch_xla renumbers the tensors that a program has read, so that a program's
+        # arguments cannot be identified (tpuscope/engine/compiled_step.py).
         return Backend.compile_step(self, step, state)
 
     def replicate_output(self, tensor: Tensor) -> Tensor:
-        # A host can read only what one of its cores holds, so every core gets the whole tensor.
-        # A result of its own, because an input's sharding is fixed.
+        # A host can read only what one of its cores holds, so every core gets the whole tensor;
+        # as a separate result, because an input's sharding is fixed.
         whole = tensor * 1
         self.mesh.replicate([whole])
         return whole
@@ -295,10 +297,10 @@ class SpmdBackend(XlaBackend):
 
 
 class ReplicaBackend(XlaBackend):
-    """One of several replicas of the model, each on a core of its own with a part of the batch.
+    """One of several replicas of the model, each with its own core and shard of the batch.
 
-    Gradients are averaged in every step. Batch norm sees its replica's part only; its running
-    statistics are averaged after every epoch, so that evaluation and weights know one model.
+    Gradients are averaged in every step. Batch norm sees its replica's shard only; its running
+    statistics are averaged after every epoch, so that there is one model to evaluate and save.
     """
 
     def __init__(
@@ -324,9 +326,14 @@ class ReplicaBackend(XlaBackend):
     def optimizer_step(self, optimizer: Optimizer) -> None:
         self.replicas.optimizer_step(optimizer)
 
-    def compile_step(self, step: Step, state: Iterable[Tensor]) -> Step:
-        # Virtual replicas reduce on the host, in the middle of a step.
+    def compile_step(
+        self, step: Step, state: Iterable[Tensor], optimizers: Sequence[Optimizer] = ()
+    ) -> Step:
+        # Virtual replicas reduce on the host, in the middle of a step, so it cannot be compiled.
         return Backend.compile_step(self, step, state)
+
+    def seed(self, value: int) -> None:
+        super().seed(value + self.replicas.ordinal)  # different images, different dropout masks
 
     def sum_over_processes(self, values: Tensor) -> Tensor:
         return self.replicas.gather(values).sum(0)
@@ -367,102 +374,8 @@ class ReplicaBackend(XlaBackend):
 
 
 def _statistics(model: nn.Module) -> list[Tensor]:
-    """Batch norm's running means and variances."""
+    """Return batch norm's running means and variances."""
     return [buffer for buffer in model.buffers() if buffer.device.type == "xla"]
-
-
-def resolve_device(device: str = "auto", num_cores: int = 1, strategy: str = "spmd") -> str:
-    """Where a request will run; nothing is opened.
-
-    Args:
-        device: ``"auto"`` (TPU, then CUDA, then CPU), ``"tpu"``, ``"cuda"`` or ``"cpu"``. With
-            ``PJRT_DEVICE=CPU`` set, ``"tpu"`` means XLA on the CPU.
-        num_cores: cores of this machine to train on.
-        strategy: ``"spmd"`` or ``"launch"``.
-
-    Returns:
-        ``"xla:TPU"``, ``"xla:CPU"``, ``"cuda"`` or ``"cpu"``.
-
-    Raises:
-        RequestError: the device is not there, or has fewer cores.
-    """
-    try:
-        # Not asked for --device cpu or cuda: they are the way out where torch_xla is broken.
-        chips = runtime.tpu_chips() if device in ("auto", "tpu") else 0
-        if device == "auto":
-            device = "tpu" if chips else "cuda" if torch.cuda.is_available() else "cpu"
-        if device == "tpu":
-            platform = _platform(chips, num_cores)
-            if platform == "TPU":
-                _require_whole_slice(num_cores, strategy)
-            return f"xla:{platform}"
-    except runtime.XlaUnavailable as error:
-        raise RequestError(str(error)) from error
-    if num_cores > 1:
-        raise RequestError(
-            f"--num-cores {num_cores}: --device {device} trains on 1; several cores are a TPU's "
-            f"({WHERE_EIGHT})"
-        )
-    if device == "cuda" and not torch.cuda.is_available():
-        raise RequestError(
-            "--device cuda: PyTorch finds no CUDA GPU; choose --device cpu, or check "
-            "`nvidia-smi` and that torch is a CUDA build"
-        )
-    return device
-
-
-def _platform(chips: int, num_cores: int) -> str:
-    runtime.require_matching_versions()
-    on_cpu = runtime.requested_platform() == "CPU"
-    if not chips and not on_cpu:
-        raise RequestError(
-            "--use-tpu: this machine has no TPU. In Colab: Runtime > Change runtime type > "
-            "v5e-1 TPU; on Kaggle: Settings > Accelerator > TPU v5e-8. To run XLA on the CPU "
-            "instead, set PJRT_DEVICE=CPU"
-        )
-    platform = "CPU" if on_cpu else "TPU"
-    possible = runtime.possible_cores(platform)
-    if num_cores > max(possible):
-        there = (
-            "XLA on the CPU has 8 virtual ones" if on_cpu else f"this machine has {possible[-1]}"
-        )
-        raise RequestError(
-            f"--num-cores {num_cores}: {there} ({WHERE_EIGHT}; more than 8 are a pod slice's, "
-            f"GUIDE.md); use --num-cores {max(possible)}"
-        )
-    if num_cores not in possible:
-        raise RequestError(
-            f"--num-cores {num_cores}: cores are taken by rectangles of the board; use "
-            + " or ".join(map(str, possible))
-        )
-    if num_cores > 1 and runtime.is_open():
-        raise RequestError(
-            f"--num-cores {num_cores}: this process has opened its device already, and its cores "
-            "are settled; train in a process of its own: `!mshnet train …` in a notebook"
-        )
-    return platform
-
-
-def _require_whole_slice(num_cores: int, strategy: str) -> None:
-    """On a slice of several machines, all cores of each take part, as one program.
-
-    Raises:
-        RequestError: a part of them would train alone, each machine for itself.
-    """
-    everything = runtime.possible_cores("TPU")[-1]
-    if num_cores == everything and strategy == "spmd":
-        return  # right for one machine and for many
-    hosts = runtime.tpu_hosts()
-    if hosts > 1 and strategy == "launch":
-        raise RequestError(
-            f"--strategy launch: it is for one machine, and this is one of {hosts} of a slice; "
-            "use --strategy spmd"
-        )
-    if hosts > 1:
-        raise RequestError(
-            f"--num-cores {num_cores}: this machine is one of {hosts} of a slice, and all of its "
-            f"cores take part; use --num-cores {everything}"
-        )
 
 
 def make_backend(
@@ -472,15 +385,14 @@ def make_backend(
     compile_cache: str | None = None,
     replicas: Replicas | None = None,
 ) -> Backend:
-    """Open the backend for a request.
+    """Open the device of a request and return its backend.
 
     Args:
-        device: see :func:`resolve_device`.
+        device: see :func:`.devices.resolve_device`.
         num_cores: cores of this machine to train on.
         precision: ``"fp32"`` or ``"bf16"`` (autocast).
         compile_cache: folder for compiled programs; XLA only.
-        replicas: in a process that :func:`tpuscope.engine.replicas.launch` started, what it was
-        given.
+        replicas: this process's, if :func:`tpuscope.engine.replicas.launch` started it.
 
     Raises:
         RequestError: the device is not there, or has fewer cores.

@@ -1,4 +1,4 @@
-"""Evaluation of a split: the device computes ahead, the host counts one batch behind."""
+"""Evaluation of a split: the host counts one batch while the device computes the next."""
 
 from collections.abc import Callable, Iterator
 
@@ -15,8 +15,8 @@ from .config import Config
 from .step import Normalize, evaluation_step
 
 
-def repeated_evaluation(model: nn.Module, normalize: Normalize, backend: Backend) -> Step:
-    """The step of :func:`evaluate`, for whoever evaluates more than once: it is traced only twice.
+def compiled_evaluation(model: nn.Module, normalize: Normalize, backend: Backend) -> Step:
+    """Return the step of :func:`evaluate`, to be reused by evaluations of the same model.
 
     From images, masks and phase to logits and masks, see :func:`.step.evaluation_step`.
     """
@@ -32,13 +32,16 @@ def repeated_evaluation(model: nn.Module, normalize: Normalize, backend: Backend
 def predict_batches(
     step: Step, backend: Backend, loader: DataLoader, full: bool
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Logits and masks on the host, (B, 1, H, W) each, batch by batch: what this process holds.
+    """Yield logits and masks of this process's batches on the host, (B, 1, H, W) each.
 
     A batch is fetched after the next one has been dispatched, so that device and host work at
     the same time.
 
     Args:
-        step: of :func:`repeated_evaluation`; its model is in evaluation mode.
+        step: of :func:`compiled_evaluation`; its model is in evaluation mode.
+        backend: the device.
+        loader: of the split.
+        full: see :func:`evaluate`.
     """
     phase = backend.to_device(torch.tensor([full]))
     waiting = None
@@ -65,24 +68,26 @@ def evaluate(
     look: Callable[[int, Tensor], None] | None = None,
     step: Step | None = None,
 ) -> DetectionMetrics:
-    """Metrics over the loader's data set, the same in every process that takes part.
-
-    ``compute()`` gives either definition.
+    """Return metrics over the loader's data set, the same in every process.
 
     Args:
+        model: on the device; put into evaluation mode.
+        normalize: on the device.
+        backend: the device.
+        loader: of the split.
         full: True evaluates the fused head, False the full-size head (during warm-up).
         look: receives the index of the first image of a batch and the logits of the batch on the
-            host, (B, 1, H, W), for pictures and the like.
-        step: of :func:`repeated_evaluation`, for the same model; one of its own if None.
+            host, (B, 1, H, W), for example for pictures.
+        step: of :func:`compiled_evaluation`, for the same model; None makes one.
     """
     dataset, batch_size = loader.dataset, loader.batch_sampler.batch_size
     metrics = DetectionMetrics(dataset.size)
     model.eval()
-    step = step or repeated_evaluation(model, normalize, backend)
+    step = step or compiled_evaluation(model, normalize, backend)
     batches = predict_batches(step, backend, loader, full)
     first = backend.output_shard.index * backend.output_shard.size(batch_size)
     for logits, masks in progress(batches, "evaluate", len(loader)):
-        count = min(max(len(dataset) - first, 0), len(logits))  # the rest are blanks
+        count = min(max(len(dataset) - first, 0), len(logits))  # the rest is padding
         if count:
             metrics.update(logits[:count], masks[:count])
             if look:
@@ -93,7 +98,7 @@ def evaluate(
 
 
 def protocol(config: Config, images: int, definition: str, epoch_choice: str) -> str:
-    """The conditions under which a number holds; printed with every result."""
+    """Return the conditions of a result, which are printed with it."""
     size, colour = config.base_size, "grey" if config.channels == 1 else "colour"
     return (
         f"{definition} definition, test split ({images} images) at {size}×{size} {colour}, "
@@ -102,7 +107,7 @@ def protocol(config: Config, images: int, definition: str, epoch_choice: str) ->
 
 
 def result_line(metrics: DetectionMetrics, definition: str, conditions: str) -> str:
-    """One line for people: IoU, nIoU, Pd in percent, Fa in 1e-6, and the protocol."""
+    """Return one line for people: IoU, nIoU, Pd in percent, Fa in 1e-6, and the protocol."""
     result = metrics.compute(definition)
     return (
         f"IoU {100 * result['iou']:.2f}  nIoU {100 * result['niou']:.2f}  "

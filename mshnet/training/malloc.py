@@ -1,17 +1,18 @@
-"""Host memory of a process that computes on the CPU."""
+"""glibc's malloc, for a process that computes on the CPU."""
 
 import contextlib
 import ctypes
 
-# Of glibc's malloc.h.
+# Parameters of mallopt, from glibc's malloc.h.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
 
 
 def keep_freed_memory() -> None:
-    """Let this process keep the memory that tensors free, for the next ones.
+    """Keep the memory that tensors free in this process, and reuse it.
 
-    glibc gives large blocks back to the system at once, and the system hands them out again page by
-    page, cleared: a quarter of a step. Other C libraries are left alone.
+    By default glibc returns large blocks to the system, which clears every page when it is used
+    again: a quarter of a training step. It concerns the whole process, so the command line calls
+    it, not a library function. Other C libraries are left alone.
     """
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt

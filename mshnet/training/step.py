@@ -1,4 +1,4 @@
-"""The two computations that run on the device: one training step, one evaluation step."""
+"""The two computations that run on the device: a training step and an evaluation step."""
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,9 @@ DEVIATION = (0.229, 0.224, 0.225)
 
 
 class Normalize(nn.Module):
-    """uint8 (B, 1 or 3, H, W) → float32 (B, 3, H, W), in the network's units.
+    """Normalises images: uint8 (B, 1 or 3, H, W) → float32 (B, 3, H, W).
 
-    Runs on the device, so that 8-bit grey is all that travels there.
+    It runs on the device, so that only 8-bit images are transferred.
     """
 
     def __init__(self):
@@ -41,11 +41,13 @@ def train_step(
     warm_epoch: int,
     epoch: int,
 ) -> Tensor:
-    """Forward, loss, backward, update.
+    """Run forward pass, loss, backward pass and update.
 
     Args:
         images: uint8, (B, C, H, W), on the device.
         masks: of :func:`mshnet.data.bitmask.pack`, uint8, (B, 1, H/8, W), on the device.
+        warm_epoch: last epoch of the warm-up, counted from 0.
+        epoch: of this step; selects the phase and the loss.
 
     Returns:
         The loss, a float32 scalar that stays on the device.
@@ -56,7 +58,7 @@ def train_step(
     loss = multiscale_loss(criterion, scales, fused, target, warm_epoch, epoch)
     loss.backward()
     backend.optimizer_step(optimizer)
-    # Now and not before the next step: what is alive where a step ends is a result, to be stored.
+    # Here and not before the next step: tensors alive at the end of a step become its outputs.
     optimizer.zero_grad(set_to_none=True)
     return loss.detach()
 
@@ -70,11 +72,11 @@ def summed_step(
     warm_epoch: int,
     epoch: int,
 ) -> tuple[Step, list[Tensor]]:
-    """:func:`train_step` for :meth:`~mshnet.training.backend.Backend.compile_step`.
+    """Return :func:`train_step` for :meth:`~mshnet.training.backend.Backend.compile_step`.
 
     Returns:
         The step, from images, masks and the sum of the losses so far, float32 (1,), to that sum
-        with its own loss; and what it reads and changes beside them.
+        with its own loss; and the other tensors that it reads and changes.
     """
 
     def step(images: Tensor, masks: Tensor, total: Tensor) -> tuple[Tensor]:
@@ -91,12 +93,12 @@ def summed_step(
 def evaluation_step(
     model: nn.Module, normalize: Normalize, backend: Backend, images: Tensor, full: Tensor
 ) -> Tensor:
-    """Logits of the head in charge, float32, (B, 1, H, W), on the device.
+    """Return the logits of the head of this phase, float32, (B, 1, H, W), on the device.
 
     Args:
         images: uint8, (B, C, H, W), on the device.
         full: bool, (1,), on the device: the fused head if True, the full-size head if False.
-            It is data, not a Python value, so one graph serves both phases.
+            Data, not a Python value, so that one graph serves both phases.
     """
     with backend.autocast():
         scales, fused = model(normalize(images), True)

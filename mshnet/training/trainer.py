@@ -1,15 +1,17 @@
 """The training run, top to bottom, the same for every device."""
 
 import hashlib
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Adagrad
 
-from tpuscope.errors import RequestError
+from tpuscope.errors import Failed, RequestError
 from tpuscope.progress import progress
 
 from ..data.loader import EvaluationSet, TrainingSet, evaluation_loader, training_loader
@@ -19,33 +21,41 @@ from ..model import MSHNet
 from . import checkpoint, run_dir
 from .backend import Backend
 from .config import Config
-from .evaluation import evaluate, repeated_evaluation
+from .evaluation import compiled_evaluation, evaluate
 from .preemption import GO_ON, STOP, Session
 from .step import Normalize, summed_step
 
-LOG_EVERY = 10  # steps between two looks at the loss
+LOG_EVERY = 10  # steps between two values of the loss in the progress bar
+
+
+class TrainingDiverged(Failed):
+    """The loss or the weights are no longer finite; nothing has been saved since they were."""
+
+    def __init__(self, message: str, code: str = "diverged"):
+        super().__init__(message, code)
 
 
 class Trainer:
-    """Trains an MSHNet and leaves config, log, checkpoints and best weights in one folder.
+    """Trains an MSHNet and writes config, log, checkpoints and best weights to one folder.
 
-    Its whole state is the weights, the optimizer's state, the random states and a position: epochs
-    finished, steps of the next one. Samples and their augmentation follow from seed, epoch and
-    index, so neither sampler nor workers have a state of their own.
+    Its whole state is the weights, the optimizer's state and a position: epochs finished, steps of
+    the next one. Order and augmentation of the samples, and dropout masks, follow from the seed
+    and the position, so neither loader nor device has a random state to save.
 
     Args:
         config: the settings.
         backend: the device.
         train: decoded training split.
         test: decoded test split.
-        run_folder: where everything is written.
+        run_folder: folder of all files of the run.
         resume: content of a checkpoint to continue from.
-        session: says when to save and when to stop.
+        session: decides when to save and when to stop.
         saved: called after files of the folder have changed.
 
     Attributes:
         best: the best epoch's record, or None before the first.
-        best_weights: its weights, on the host; in memory because only the writer has the file.
+        best_weights: its weights, on the host; in memory because only the main process has the
+            file.
         stopped: why training ended before the last epoch, or None.
 
     Raises:
@@ -74,8 +84,9 @@ class Trainer:
         self.best_weights: dict[str, Tensor] = {}
         self.records: list[dict] = []
         self._total = torch.zeros(1)  # of the losses of this epoch's steps
-        self._seconds = 0.0  # spent on this epoch by sessions before this one
-        self._evaluation_seconds = 0.0  # the last one's
+        self._seconds = 0.0  # spent on this epoch by earlier sessions
+        self._evaluation_seconds = 0.0  # of the last evaluation
+        self._checkpoint_reads = 0  # host reads of checkpoints within this epoch
 
         torch.manual_seed(config.seed)
         self.model = MSHNet(widths=config.widths, depths=config.depths)
@@ -102,14 +113,12 @@ class Trainer:
         parts = self.model, self.normalize, self.criterion, self.optimizer, backend
         last = config.warm_epoch  # of the warm-up
         self._steps = {
-            full: backend.compile_step(*summed_step(*parts, last, last + full))
+            full: backend.compile_step(*summed_step(*parts, last, last + full), [self.optimizer])
             for full in (False, True)
         }
-        self._evaluation = repeated_evaluation(self.model, self.normalize, backend)
+        self._evaluation = compiled_evaluation(self.model, self.normalize, backend)
         if resume:
             backend.set_replica_state(self.model, resume.get("replica_state"))
-            torch.set_rng_state(resume.get("rng", {}).get("host", torch.get_rng_state()))
-            backend.set_rng_state(resume.get("rng", {}).get("device"))
         self._require_one_position()
 
         train_set = TrainingSet(train, config.base_size, config.crop_size, config.seed)
@@ -124,20 +133,24 @@ class Trainer:
                 code="other-data",
             )
         test_set = EvaluationSet(test, config.base_size)
-        # Resizing is a small part of evaluation: workers of its own would only take memory.
+        # Resizing is a small part of evaluation: separate workers would only take memory.
         self.test_loader = evaluation_loader(test_set, config.batch_size, 0, backend.input_shard)
         if backend.is_main_process:
             run_dir.write_config(run_folder, config)
             run_dir.rewrite_log(run_folder, self.records)
 
     def fit(self, log: Callable[[str], None] = print) -> dict | None:
-        """Train the epochs that are left, or until the session ends.
+        """Train the remaining epochs, or until the session ends.
 
         Args:
-            log: takes a line for people after each epoch.
+            log: receives a line for people after each epoch.
 
         Returns:
             The best epoch's record, its line of ``metrics.jsonl``; None before the first.
+
+        Raises:
+            TrainingDiverged: the loss or the weights are not finite; the files are those of the
+                last checkpoint before that.
         """
         while self.epoch < self.config.epochs and not self.stopped:
             record = self._epoch()
@@ -151,16 +164,26 @@ class Trainer:
         return self.best
 
     def _epoch(self) -> dict | None:
-        """One epoch from where it stands; its record, or None if the session ended in it."""
+        """Train and evaluate one epoch from the present position.
+
+        Returns:
+            Its record, or None if the session ended before the evaluation. ``host_reads`` counts
+            the values and tensors that the training steps read, the mean loss included and
+            checkpoints within the epoch not; ``evaluation_reads`` those of the evaluation.
+        """
         before, start = self.backend.counters(), time.perf_counter()
         done = self.step
+        self._checkpoint_reads = 0
         self._train(start)
         if not self.stopped and self._ask(self._evaluation_seconds) == STOP:
             self._stop(start)
         if self.stopped:
             return None
-        loss = float(self._total.item() / self.steps)  # XLA: waits for the steps to be done
-        trained = time.perf_counter() - start
+        loss = self._total.item() / self.steps  # XLA: waits until the steps have been computed
+        trained, steps_counted = time.perf_counter() - start, self.backend.counters() - before
+        loss = self._mean_over_processes(torch.tensor([loss], dtype=torch.float64)).item()
+        if not math.isfinite(loss):
+            raise self._diverged(f"the mean loss is {loss}")
         images = (self.steps - done) * self.config.batch_size
         self.backend.end_epoch(self.model)
         full = self.epoch > self.config.warm_epoch
@@ -169,25 +192,22 @@ class Trainer:
         self._evaluation_seconds = time.perf_counter() - start - trained
         corrected, official = metrics.compute("corrected"), metrics.compute("official")
         counted = self.backend.counters() - before
-        parts = self.backend.output_shard.count
         return {
             "epoch": self.epoch,
             "phase": "full" if full else "warm-up",
-            "loss": self.backend.sum_over_processes(
-                torch.tensor([loss], dtype=torch.float64)
-            ).item()
-            / parts,
+            "loss": loss,
             **{key: corrected[key] for key in ("iou", "niou", "pixel_accuracy", "pd", "fa")},
             "fa_official": official["fa"],
             "seconds": round(self._seconds + time.perf_counter() - start, 3),
             "images_per_second": round(images / trained, 2),
             "compilations": counted.compilations,
             "fallbacks": counted.fallbacks,
-            "host_reads": counted.host_reads,
+            "host_reads": steps_counted.host_reads - self._checkpoint_reads,
+            "evaluation_reads": counted.host_reads - steps_counted.host_reads,
         }
 
     def _train(self, start: float) -> None:
-        """The steps that are left of this epoch."""
+        """Run the remaining steps of this epoch."""
         self.model.train()
         batches = self.train_loader.batch_sampler
         batches.epoch, batches.start = self.epoch, self.step
@@ -201,6 +221,9 @@ class Trainer:
         )
         step = self._steps[self.epoch > self.config.warm_epoch]
         for images, masks in bar:
+            # From the position, and not once a session: on XLA every sync(), the loader's too,
+            # advances the device's seed.
+            self.backend.seed(_step_seed(self.config.seed, self.epoch, self.step))
             [total] = step(images, masks, total)
             self.step += 1
             # Reading a value waits for the device, so the bar shows the mean of ten steps ago,
@@ -210,11 +233,11 @@ class Trainer:
                     bar.set_postfix(loss=f"{seen.item() / seen_at:.4f}")
                 seen, seen_at = total, self.step
             if self.step % self.backend.agreement_interval == 0 and self.step < self.steps:
-                wanted = self._ask()
-                if wanted != GO_ON:
+                due = self._ask()
+                if due != GO_ON:
                     self._total = total
                     self._save_position(start)
-                if wanted == STOP:
+                if due == STOP:
                     self.stopped = self.session.reason()
                     return
         if self.step != self.steps:
@@ -222,7 +245,7 @@ class Trainer:
         self._total = total
 
     def _ask(self, next_seconds: float = 0.0) -> int:
-        """What the session wants, the same answer in every process."""
+        """Return the session's decision, the same one in every process."""
         return self.backend.max_over_processes(self.session.due(next_seconds))
 
     def _stop(self, start: float) -> None:
@@ -230,15 +253,14 @@ class Trainer:
         self.stopped = self.session.reason()
 
     def _save_position(self, start: float) -> None:
-        """A checkpoint within an epoch."""
-        began = time.perf_counter()
+        """Write a checkpoint within an epoch."""
+        began, reads = time.perf_counter(), self.backend.counters().host_reads
         replica_state = self.backend.replica_state(self.model)
         host = checkpoint.to_host(self.model.state_dict())
-        host |= self.backend.mean_statistics(self.model, replica_state)
-        losses = (
-            self.backend.sum_over_processes(self._total.cpu().double())
-            / self.backend.output_shard.count
-        )
+        if replica_state is not None:
+            host |= self.backend.mean_statistics(self.model, replica_state)
+        losses = self._mean_over_processes(self._total.cpu().double())
+        self._require_finite({**host, "the sum of the losses": losses})
         self._write(
             host,
             full=self.epoch > self.config.warm_epoch,
@@ -248,12 +270,14 @@ class Trainer:
             seconds=self._seconds + began - start,
             replica_state=replica_state,
         )
+        self._checkpoint_reads += self.backend.counters().host_reads - reads
         self.session.saved(time.perf_counter() - began)
 
     def _save_epoch(self, record: dict) -> None:
-        """Log, checkpoint and best weights after an epoch, and on to the next."""
+        """Write log, checkpoint and best weights of an epoch; move to the next one."""
         began = time.perf_counter()
         host = checkpoint.to_host(self.model.state_dict())
+        self._require_finite(host)
         digest = _digest(host)
         self.backend.check_same(digest)
         record["weights"] = digest.hex()[:16]
@@ -264,7 +288,7 @@ class Trainer:
             self.best = record
             self.best_weights = {name: value.clone() for name, value in host.items()}
             if self.backend.is_main_process:
-                # Weights first: a checkpoint never speaks of a best that is not on disk.
+                # Weights first: a checkpoint never names best weights that are not on disk.
                 content = {"state_dict": host, **about, "config": self.config.as_dict()}
                 checkpoint.save(content, self.folder / checkpoint.WEIGHTS)
         self._write(host, **about)
@@ -272,23 +296,22 @@ class Trainer:
         self.session.saved(time.perf_counter() - began)
 
     def _write(self, host: dict[str, Tensor], **about) -> None:
-        # By all, like the weights before: a copy runs what is pending, which all may take part in.
+        # In every process, like the weights: a copy runs what is pending, which may involve all.
         optimizer = checkpoint.to_host(self.optimizer.state_dict())
         if not self.backend.is_main_process:
             return
-        rng = {"host": torch.get_rng_state(), "device": self.backend.rng_state()}
-        content = {"net": host, "optimizer": optimizer, "best": self.best, "rng": rng, **about}
+        content = {"net": host, "optimizer": optimizer, "best": self.best, **about}
         checkpoint.save_newest({**content, "config": self.config.as_dict()}, self.folder)
         self.saved()
 
     def _require_one_position(self) -> None:
-        """With several processes: all continue from the same checkpoint.
+        """With several processes: require that all continue from the same checkpoint.
 
         Raises:
-            RuntimeError: they do not; each would wait for the others for ever.
+            RuntimeError: they do not; they would deadlock in a collective.
         """
-        # The largest of each, and with the sign the smallest. All are asked before one is compared:
-        # who raised in between would leave the others waiting.
+        # The largest of each, and with the sign the smallest. All numbers are exchanged before one
+        # is compared: a process that raised in between would leave the others waiting.
         mine = [self.epoch, self.step, -self.epoch, -self.step]
         if [self.backend.max_over_processes(number) for number in mine] != mine:
             raise RuntimeError(
@@ -296,9 +319,34 @@ class Trainer:
                 f"step {self.step}): copy the first host's run folder to --backup, which all see"
             )
 
+    def _mean_over_processes(self, value: Tensor) -> Tensor:
+        """Return the mean of a host vector (N,) of all processes that hold a shard."""
+        return self.backend.sum_over_processes(value) / self.backend.output_shard.count
+
+    def _require_finite(self, host: dict[str, Tensor]) -> None:
+        """Check what is about to be saved; all processes see the same values.
+
+        Raises:
+            TrainingDiverged: names the first tensor that holds NaN or infinity.
+        """
+        for name, value in host.items():
+            if value.is_floating_point() and not value.isfinite().all():
+                raise self._diverged(f"{name} is not finite")
+
+    def _diverged(self, what: str) -> TrainingDiverged:
+        lr = self.config.lr
+        if (self.folder / checkpoint.CHECKPOINT).exists():
+            fix = f"continue from the last checkpoint with --resume {self.folder} --lr {lr / 10:g}"
+        else:
+            fix = f"start again with a smaller one, such as --lr {lr / 10:g}"
+        return TrainingDiverged(
+            f"training has diverged: {what} in epoch {self.epoch + 1}, with --lr {lr:g}; nothing "
+            f"of it was saved: {fix}"
+        )
+
 
 def bytes_of_a_run(widths: tuple[int, ...], depths: tuple[int, ...]) -> int:
-    """Disk space for a run: checkpoints (weights and Adagrad's sums), best weights, plots.
+    """Return the disk space of a run: checkpoints (weights, Adagrad's sums), best weights, plots.
 
     Two checkpoints are kept, and a file is replaced only when its successor is complete.
     """
@@ -309,15 +357,20 @@ def bytes_of_a_run(widths: tuple[int, ...], depths: tuple[int, ...]) -> int:
 
 
 def _digest(state: dict[str, Tensor]) -> bytes:
-    """SHA-256 of a state_dict's values."""
+    """Return the SHA-256 of a state_dict's values."""
     hashed = hashlib.sha256()
     for value in state.values():
         hashed.update(value.contiguous().numpy())
     return hashed.digest()
 
 
+def _step_seed(seed: int, epoch: int, step: int) -> int:
+    """Return the seed of one step's random numbers (dropout), 2 to 2**32 + 1."""
+    return 2 + int(np.random.SeedSequence([seed, epoch, step]).generate_state(1)[0])
+
+
 def _optimizer_state(resume: dict | None, lr: float) -> dict | None:
-    """The checkpoint's optimizer state; the learning rate is the request's."""
+    """Return the checkpoint's optimizer state, with the request's learning rate."""
     if not resume:
         return None
     try:
@@ -326,7 +379,8 @@ def _optimizer_state(resume: dict | None, lr: float) -> dict | None:
             group["lr"] = lr
     except (KeyError, TypeError) as error:
         raise RequestError(
-            f"{checkpoint.CHECKPOINT} is damaged: its optimizer state lacks {error}"
+            f"{checkpoint.CHECKPOINT} is damaged: its optimizer state lacks {error}",
+            "damaged-checkpoint",
         ) from error
     return state
 

@@ -54,6 +54,7 @@ def test_a_report_is_read_with_its_units_and_old_names():
     assert c.execute_seconds == pytest.approx(2.000073537)
     assert c.fallbacks == {"nonzero": 35}
     assert (c.scalar_reads, c.host_reads) == (20, 25)  # 60 transfers, 55 of them for fallbacks
+    assert c.brief() == metrics.Counters(compilations=40, fallbacks=35, host_reads=25)
     assert c.from_device == metrics.Transfers(60, pytest.approx(0.041329964), 1.21 * 1024**3)
     assert c.to_device == metrics.Transfers(27, pytest.approx(301.193e-6), 486.31 * 1024)
     assert c.persistent_cache is None
@@ -63,9 +64,9 @@ def test_its_verdicts_need_neither_steps_nor_lines():
     report = from_text(REPORT)
     print(report)
     fallback, recompiled, reads = report.verdicts
-    assert fallback.startswith("nonzero ran on the host 35 times: XLA")
-    assert "40 of 100 programs were new when they were run" in recompiled
-    assert "25 host reads in 20 syncs" in reads
+    assert "nonzero" in fallback and "35" in fallback
+    assert "40 of 100" in recompiled
+    assert "25" in reads and "20" in reads
 
 
 def test_quoted_and_unindented_text_is_read_as_well():
@@ -140,6 +141,13 @@ def test_sizes_are_read_as_they_are_printed(number, unit):
 @given(st.text(max_size=30))
 def test_any_text_is_a_quantity_or_none(text):
     assert metrics.quantity(text) is None or metrics.quantity(text) >= 0
+
+
+def test_a_total_that_one_report_lacks_is_unknown_in_the_difference():
+    before = metrics.Counts({}, {"CompileTime": metrics.Metric(1, None)})
+    after = metrics.Counts({}, {"CompileTime": metrics.Metric(3, 9.0)})
+    assert (after - before).metrics == {"CompileTime": metrics.Metric(2, None)}
+    assert (after - before).compile_seconds is None
 
 
 def test_counts_are_subtracted_by_name_and_what_did_not_change_is_left_out():

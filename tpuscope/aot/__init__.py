@@ -31,6 +31,7 @@ from tqdm import tqdm
 from ..engine import lazy_graph, tpu_specs
 from ..engine.lazy_graph import Program
 from ..engine.tpu_specs import Topology
+from ..errors import Failed
 from ..monitor import layers
 from . import hlo
 from . import report as reports
@@ -50,7 +51,7 @@ class StepIsCut(RuntimeError):
     """A step is not one program: it reads a value, ends itself, or leaves nothing to compute."""
 
 
-class CompilerFailed(RuntimeError):
+class CompilerFailed(Failed):
     """The compiler gave no answer: it was killed, or it cannot compile the program."""
 
 

@@ -43,6 +43,7 @@ class CompiledStep:
         step: Callable[..., tuple[Tensor, ...]],
         state: Iterable[Tensor],
         counted: Iterable[Tensor] = (),
+        optimizers: Iterable[torch.optim.Optimizer] = (),
     ):
         self.fallback_reason: str | None = None
         self._step = step

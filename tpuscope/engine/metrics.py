@@ -1,16 +1,17 @@
-"""What torch_xla has counted: up to now, over a block, or in the text of somebody's report.
+"""Counters and metrics of torch_xla: up to now, over a block, or in a pasted report.
 
-torch_xla counts from the start of the process; what a block did is the difference of two
-:func:`now`. A pasted ``metrics_report()`` gives the same object, so whatever reads one reads both.
+torch_xla counts from the start of the process; a block's share is the difference of two
+:func:`now`. A pasted ``metrics_report()`` gives the same object, so every reader takes both.
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 # `.item()` is counted among the fallbacks by torch_xla, but it is a read.
 SCALAR_READ = "aten::_local_scalar_dense"
 
-# Names of other releases and runtimes.
+# Names in other releases and runtimes.
 _ALIASES = {
     "TransferToServerTime": "TransferToDeviceTime",
     "TransferFromServerTime": "TransferFromDeviceTime",
@@ -28,9 +29,9 @@ class Metric:
     """Samples of one quantity.
 
     Attributes:
-        samples: how many.
-        total: their sum, in seconds, bytes or plain numbers; None where a pasted text breaks off
-            before it.
+        samples: their number.
+        total: their sum, in seconds, bytes or plain numbers; None where a pasted text ends before
+            it.
     """
 
     samples: int = 0
@@ -48,11 +49,17 @@ class Transfers:
 
 @dataclass(frozen=True)
 class Counters:
-    """The three numbers that a training log keeps."""
+    """The three numbers of a training log.
+
+    Attributes:
+        compilations: programs compiled.
+        fallbacks: operations that ran on the host because XLA has no lowering for them.
+        host_reads: all reads of the device, see :attr:`Counts.host_reads`.
+    """
 
     compilations: int = 0
-    fallbacks: int = 0  # operations that ran on the host because XLA has no lowering for them
-    host_reads: int = 0  # scalars fetched from the device
+    fallbacks: int = 0
+    host_reads: int = 0
 
     def __sub__(self, earlier: "Counters") -> "Counters":
         return Counters(
@@ -76,7 +83,9 @@ class Counts:
         metrics = {}
         for name, metric in self.metrics.items():
             before = earlier.metrics.get(name, Metric())
-            metrics[name] = Metric(metric.samples - before.samples, metric.total - before.total)
+            known = metric.total is not None and before.total is not None
+            total = metric.total - before.total if known else None
+            metrics[name] = Metric(metric.samples - before.samples, total)
         return Counts(
             {name: value for name, value in counters.items() if value},
             {name: metric for name, metric in metrics.items() if metric.samples},
@@ -87,46 +96,46 @@ class Counts:
 
     @property
     def compilations(self) -> int:
-        """Programs compiled."""
+        """Number of programs compiled."""
         return self._metric("CompileTime").samples
 
     @property
     def compile_seconds(self) -> float | None:
-        """From the start of each compilation to its end."""
+        """Total time of the compilations."""
         return self._metric("CompileTime").total
 
     @property
     def executions(self) -> int:
-        """Programs that were run to their end."""
+        """Number of programs executed to their end."""
         return sum(self._metric(name).samples for name in EXECUTE)
 
     @property
     def execute_seconds(self) -> float | None:
-        """From the launch of each program to its end on the device, the waiting in line included.
+        """Time from each program's launch to its end on the device, time in the queue included.
 
-        Programs may overlap, so this can be more than the time that has passed.
+        Programs may overlap, so this can exceed the wall time.
         """
         return _sum(self._metric(name).total for name in EXECUTE)
 
     @property
     def tracing_seconds(self) -> float | None:
-        """In torch_xla's own part of recording operations; Python's part is not in it."""
+        """Time of tracing inside torch_xla; the time in Python is not included."""
         return self._metric("LazyTracing").total
 
     @property
     def cache(self) -> tuple[int, int]:
-        """Programs asked for: found in the process's cache, not found there."""
+        """Hits and misses of the process's cache of compiled programs."""
         found, missed = (self.counters.get(n, 0) for n in ("CachedCompile", "UncachedCompile"))
         return found, missed
 
     @property
     def repeated(self) -> int:
-        """Programs that were called without tracing a step: by a replay, or by torch.compile."""
+        """Number of programs called without tracing: by CompiledStep or torch.compile."""
         return self._metric("RunCachedGraphInputData").samples
 
     @property
     def persistent_cache(self) -> tuple[int, int] | None:
-        """Programs found and not found on disk; None where no such cache is in use."""
+        """Hits and misses of the cache on disk; None where no such cache is in use."""
         names = ("PersistentCacheHit", "PersistentCacheMiss")
         if not any(name in self.counters for name in names):
             return None
@@ -134,12 +143,12 @@ class Counts:
 
     @property
     def steps(self) -> int:
-        """Calls of ``torch_xla.sync()``; ``xm.mark_step()`` and ``torch_xla.step()`` make one."""
+        """Number of ``torch_xla.sync()``; ``xm.mark_step()`` and ``torch_xla.step()`` call it."""
         return self.counters.get("MarkStep", 0)
 
     @property
     def fallbacks(self) -> dict[str, int]:
-        """How often each operation ran on the host for want of an XLA version, most often first."""
+        """Number of host fallbacks of each operation, the most frequent first."""
         found = {
             name.removeprefix("aten::"): value
             for name, value in self.counters.items()
@@ -149,36 +158,39 @@ class Counts:
 
     @property
     def scalar_reads(self) -> int:
-        """Values fetched one by one, as ``.item()`` and ``if tensor:`` do."""
+        """Number of single values read, as by ``.item()`` and ``if tensor:``."""
         return self.counters.get(SCALAR_READ, 0)
 
     @property
     def host_reads(self) -> int:
-        """All reads: single values, and tensors that came to the host (``.cpu()``, ``print``)."""
-        # A fallback, and so a single value, fetches its inputs through `_to_cpu`.
+        """Number of all reads: single values, and whole tensors (``.cpu()``, ``print``).
+
+        Inputs of a fallback are not reads: the fallback is counted.
+        """
+        # A fallback, and so a single value, reads its inputs through `_to_cpu`.
         inputs = self.counters.get("xla::_to_cpu", 0)
         tensors = self._metric("TransferFromDeviceTime").samples - inputs
         return self.scalar_reads + max(0, tensors)
 
     @property
     def to_device(self) -> Transfers:
-        """Host to device."""
+        """Transfers from host to device."""
         time, data = self._metric("TransferToDeviceTime"), self._metric("OutboundData")
         return Transfers(max(time.samples, data.samples), time.total, data.total)
 
     @property
     def from_device(self) -> Transfers:
-        """Device to host; its seconds hold the wait for the program that computes the value."""
+        """Transfers from device to host; seconds include the wait for the computation."""
         time, data = self._metric("TransferFromDeviceTime"), self._metric("InboundData")
         return Transfers(max(time.samples, data.samples), time.total, data.total)
 
     def brief(self) -> Counters:
-        """What a training log keeps."""
-        return Counters(self.compilations, sum(self.fallbacks.values()), self.scalar_reads)
+        """Return the numbers of a training log."""
+        return Counters(self.compilations, sum(self.fallbacks.values()), self.host_reads)
 
 
 def now() -> Counts:
-    """torch_xla's own counters and metrics, as totals since the process started."""
+    """Return torch_xla's counters and metrics, as totals since the process started."""
     import torch_xla.debug.metrics as met
 
     metrics = {}
@@ -203,12 +215,12 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)(B|KB|MB|GB|TB|PB|)")
 
 
 def parse(text: str) -> Counts:
-    """The numbers in a ``metrics_report()`` or ``short_metrics_report()`` text.
+    """Return the numbers in the text of ``metrics_report()`` or ``short_metrics_report()``.
 
-    A text that begins or ends in the middle gives what it has.
+    A text that begins or ends in the middle gives the numbers that are in it.
 
     Raises:
-        NoMetrics: it has nothing.
+        NoMetrics: there are none.
     """
     counters: dict[str, int] = {}
     metrics: dict[str, Metric] = {}
@@ -239,7 +251,7 @@ def parse(text: str) -> Counts:
 
 
 def quantity(text: str) -> float | None:
-    """``"01m03s456ms789.012us"`` → seconds, ``"1.21GB"`` → bytes, ``"376.00"`` → a number.
+    """Return ``"01m03s456ms789.012us"`` in seconds, ``"1.21GB"`` in bytes, ``"376.00"`` as it is.
 
     None for anything else.
     """
@@ -252,13 +264,17 @@ def quantity(text: str) -> float | None:
         return None
     total = 0.0
     for number, unit in reversed(list(zip(time.groups(), _TIME_UNITS))):
-        # torch_xla rounds each part instead of cutting it off: 40.574 ms is 041ms574.000us.
+        # torch_xla rounds each part instead of truncating it: 40.574 ms is 041ms574.000us.
         rounded_up = number and total >= unit / 2
         total += (float(number or 0) - bool(rounded_up)) * unit
     return total
 
 
-def _sum(values) -> float | None:
-    """Their sum, None if one is unknown."""
-    values = list(values)
-    return None if None in values else sum(values)
+def _sum(values: Iterable[float | None]) -> float | None:
+    """Return their sum, None if one is unknown."""
+    total = 0.0
+    for value in values:
+        if value is None:
+            return None
+        total += value
+    return total

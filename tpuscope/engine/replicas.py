@@ -28,11 +28,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..errors import Failed
 from . import torch_xla as runtime
 
 
-class ReplicaFailed(RuntimeError):
+class ReplicaFailed(Failed):
     """A replica raised or died, and all were ended; the message holds its traceback."""
+
+    def __str__(self) -> str:
+        return f"a replica failed, all were ended:\n{super().__str__()}"
 
 
 class Replicas(ABC):

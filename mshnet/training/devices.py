@@ -1,0 +1,112 @@
+"""Which device a request gets, checked without opening the device."""
+
+import torch
+
+from tpuscope.engine import torch_xla as runtime
+from tpuscope.errors import RequestError
+
+WHERE_EIGHT = (
+    "Colab's TPUs have 1 core; Kaggle's TPU v5e-8 has 8, and so has a Cloud TPU v5litepod-8"
+)
+
+
+def resolve_device(device: str = "auto", num_cores: int = 1, strategy: str = "spmd") -> str:
+    """Return where a request will run; nothing is opened.
+
+    Args:
+        device: ``"auto"`` (TPU, then CUDA, then CPU), ``"tpu"``, ``"cuda"`` or ``"cpu"``. With
+            ``PJRT_DEVICE=CPU`` set, ``"tpu"`` means XLA on the CPU.
+        num_cores: cores of this machine to train on.
+        strategy: ``"spmd"`` or ``"launch"``.
+
+    Returns:
+        ``"xla:TPU"``, ``"xla:CPU"``, ``"cuda"`` or ``"cpu"``.
+
+    Raises:
+        RequestError: the device is not there, or has fewer cores.
+    """
+    try:
+        # --device cpu and cuda never ask torch_xla: they are the way out where it is broken.
+        chips = runtime.tpu_chips() if device in ("auto", "tpu") else 0
+        if device == "auto":
+            device = "tpu" if chips else "cuda" if torch.cuda.is_available() else "cpu"
+        if device == "tpu":
+            platform = _platform(chips, num_cores)
+            if platform == "TPU":
+                _require_whole_slice(num_cores, strategy)
+            return f"xla:{platform}"
+    except runtime.XlaUnavailable as error:
+        raise RequestError(str(error), "no-device") from error
+    if num_cores > 1:
+        raise _cores(
+            num_cores,
+            f"--device {device} trains on 1; several cores need a TPU ({WHERE_EIGHT})",
+        )
+    if device == "cuda" and not torch.cuda.is_available():
+        raise RequestError(
+            "--device cuda: PyTorch finds no CUDA GPU; choose --device cpu, or check "
+            "`nvidia-smi` and that torch is a CUDA build",
+            "no-device",
+        )
+    return device
+
+
+def _platform(chips: int, num_cores: int) -> str:
+    runtime.require_matching_versions()
+    on_cpu = runtime.requested_platform() == "CPU"
+    if not chips and not on_cpu:
+        raise RequestError(
+            "--use-tpu: this machine has no TPU. In Colab: Runtime > Change runtime type > "
+            "v5e-1 TPU; on Kaggle: Settings > Accelerator > TPU v5e-8. To run XLA on the CPU "
+            "instead, set PJRT_DEVICE=CPU",
+            "no-device",
+        )
+    platform = "CPU" if on_cpu else "TPU"
+    possible = runtime.possible_cores(platform)
+    if num_cores > max(possible):
+        there = (
+            "XLA on the CPU has 8 virtual ones" if on_cpu else f"this machine has {possible[-1]}"
+        )
+        raise _cores(
+            num_cores,
+            f"{there} ({WHERE_EIGHT}; more than 8 need a pod slice, see GUIDE.md); "
+            f"use --num-cores {max(possible)}",
+        )
+    if num_cores not in possible:
+        choices = " or ".join(map(str, possible))
+        raise _cores(num_cores, f"cores form a rectangle of the board; use {choices}")
+    if num_cores > 1 and runtime.is_open():
+        raise _cores(
+            num_cores,
+            "this process has opened its device already, which fixes the number of cores; train "
+            "in a process of its own: `!mshnet train …` in a notebook",
+        )
+    return platform
+
+
+def _require_whole_slice(num_cores: int, strategy: str) -> None:
+    """On a slice of several machines, require all cores of each in one program.
+
+    Raises:
+        RequestError: a part of them would train alone, each machine for itself.
+    """
+    everything = runtime.possible_cores("TPU")[-1]
+    if num_cores == everything and strategy == "spmd":
+        return  # right for one machine and for many
+    hosts = runtime.tpu_hosts()
+    if hosts > 1 and strategy == "launch":
+        raise RequestError(
+            f"--strategy launch: it is for one machine, and this is one of {hosts} of a slice; "
+            "use --strategy spmd",
+            "slice",
+        )
+    if hosts > 1:
+        raise RequestError(
+            f"--num-cores {num_cores}: this machine is one of {hosts} of a slice, and all of its "
+            f"cores take part; use --num-cores {everything}",
+            "slice",
+        )
+
+
+def _cores(num_cores: int, rule: str) -> RequestError:
+    return RequestError(f"--num-cores {num_cores}: {rule}", "cores")

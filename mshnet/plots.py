@@ -18,7 +18,7 @@ SHOWN = 6  # images in examples.png
 
 
 def overlay(image: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """The image with the outline of the mask in red: uint8 (H, W, 3) and bool (H, W) → uint8."""
+    """Return the image with the mask's outline in red: uint8 (H, W, 3), bool (H, W) → uint8."""
     picture = image.copy()
     # The outline lies outside the region, so that the target stays visible.
     picture[binary_dilation(mask) & ~mask] = (255, 69, 58)
@@ -26,7 +26,7 @@ def overlay(image: np.ndarray, mask: np.ndarray) -> np.ndarray:
 
 
 def curves(records: Sequence[dict], path: Path | None = None) -> Picture:
-    """Loss, overlap and detection over epochs.
+    """Draw loss, overlap and detection over epochs.
 
     A number that a record lacks leaves a gap.
 
@@ -72,7 +72,7 @@ def examples(
     names: Sequence[str],
     path: Path | None = None,
 ) -> Picture:
-    """A row an image: image, mask, prediction, and the image with hits and errors marked.
+    """Draw one row per image: image, mask, prediction, and the image with hits and errors marked.
 
     Args:
         images: uint8, (H, W) or (H, W, 3).
@@ -118,7 +118,7 @@ def mark(axis: Axes, mask: np.ndarray, prediction: np.ndarray) -> None:
 
 def _circle(axis: Axes, centre: np.ndarray, area: int, shape: tuple[int, int], colour: str) -> None:
     radius = np.sqrt(area / np.pi) + 0.025 * max(shape)
-    axis.add_patch(Circle(centre[::-1], radius, fill=False, color=colour, linewidth=1.5))
+    axis.add_patch(Circle((centre[1], centre[0]), radius, fill=False, color=colour, linewidth=1.5))
 
 
 def _values(records: Sequence[dict], key: str, scale: float = 1.0) -> np.ndarray:

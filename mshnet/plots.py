@@ -26,7 +26,7 @@ def overlay(image: np.ndarray, mask: np.ndarray) -> np.ndarray:
 
 
 def curves(records: Sequence[dict], path: Path | None = None) -> Picture:
-    """Loss, overlap and detection over epochs.
+    """Draw loss, overlap and detection over epochs.
 
     A number that a record lacks leaves a gap.
 
@@ -119,7 +119,7 @@ def mark(axis: Axes, mask: np.ndarray, prediction: np.ndarray) -> None:
 
 def _circle(axis: Axes, centre: np.ndarray, area: int, shape: tuple[int, int], colour: str) -> None:
     radius = np.sqrt(area / np.pi) + 0.025 * max(shape)
-    axis.add_patch(Circle(centre[::-1], radius, fill=False, color=colour, linewidth=1.5))
+    axis.add_patch(Circle((centre[1], centre[0]), radius, fill=False, color=colour, linewidth=1.5))
 
 
 def _values(records: Sequence[dict], key: str, scale: float = 1.0) -> np.ndarray:

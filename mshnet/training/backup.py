@@ -9,6 +9,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
@@ -149,7 +150,7 @@ class Backup:
         # The target's previous checkpoint is made by renaming.
         return [name for name in _files(self.folder) if name != PREVIOUS]
 
-    def _sources(self) -> Iterator[tuple[str, BinaryIO]]:
+    def _sources(self) -> Iterator[tuple[str, BufferedReader]]:
         """Yield the run's files, open: a file replaced while it is read keeps its old content.
 
         The checkpoint comes last but is opened first, so the best weights that it names, or later
@@ -182,7 +183,7 @@ class Backup:
         if self.target.samefile(self.folder):
             raise OSError("it is the run's own folder")
 
-    def _has(self, name: str, source: BinaryIO, state: tuple) -> bool:
+    def _has(self, name: str, source: BufferedReader, state: tuple) -> bool:
         """Return whether the target has this file as it is now."""
         path = self.target / name
         if not path.is_file() or path.stat().st_size != os.fstat(source.fileno()).st_size:

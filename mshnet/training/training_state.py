@@ -45,7 +45,6 @@ def require_training_state(content: dict, path: str | Path) -> None:
     fitting = {
         "optimizer": _is_adagrad(content["optimizer"], parameters),
         "best": content["best"] is None or _is_record(content["best"]),
-        "rng": _is_rng(content.get("rng", {})),
         "loss_sum": _is_sum(content.get("loss_sum", torch.zeros(1))),
         "seconds": _is_number(content.get("seconds", 0.0)),
         "replica_state": _is_replica_state(content.get("replica_state"), statistics),
@@ -137,21 +136,6 @@ def _is_record(best: Any) -> bool:
         and isinstance(best.get("iou"), int | float)
         and best.get("phase") in ("full", "warm-up")
     )
-
-
-def _is_rng(rng: Any) -> bool:
-    """Whether it holds states that the generators of host and device take."""
-    if not isinstance(rng, dict):
-        return False
-    device = rng.get("device")
-    try:
-        torch.Generator().set_state(rng.get("host", torch.get_rng_state()))
-        if isinstance(device, int):  # XLA: a seed of 64 bits
-            return -(2**63) <= device < 2**64
-    except (TypeError, RuntimeError):
-        return False
-    cuda = isinstance(device, Tensor) and device.dtype == torch.uint8 and device.numel() == 16
-    return device is None or cuda
 
 
 def _is_sum(value: Any) -> bool:

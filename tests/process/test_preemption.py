@@ -1,4 +1,4 @@
-"""When to save and when to stop: the clock, the limit, real signals."""
+"""When a run saves and when it stops: the clock, the limit, real signals."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from mshnet.training.preemption import GO_ON, SAVE, STOP, Session, signals
+from mshnet.training.preemption import EXIT_CODES, GO_ON, SAVE, STOP, Session, signals
 
 
 class Clock:
@@ -82,7 +82,7 @@ def test_without_a_limit_it_never_ends(clock):
 # --- signals -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_signal_is_a_request(number):
     said = []
     with signals(said.append) as stop_requested:
@@ -106,13 +106,40 @@ def test_the_second_signal_stops_at_once(number, error):
         raise AssertionError("the second signal did nothing")
 
 
+@pytest.mark.parametrize("first", [signal.SIGHUP, signal.SIGTERM])
+def test_a_second_hangup_is_ignored(first):
+    """A closed terminal sends two, from the shell and from the kernel."""
+    with signals(lambda text: None) as stop_requested:
+        for number in (first, signal.SIGHUP, signal.SIGHUP):
+            os.kill(os.getpid(), number)
+            time.sleep(0.01)
+        assert stop_requested() == first.name
+
+
+def test_under_nohup_a_hangup_is_no_request():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signals(lambda text: None) as stop_requested:
+            os.kill(os.getpid(), signal.SIGHUP)
+            time.sleep(0.01)
+            assert stop_requested() is None
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_handlers_are_put_back():
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
     with signals(lambda text: None):
         assert signal.getsignal(signal.SIGINT) != before[0]
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.01)
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    assert [signal.getsignal(number) for number in numbers] == before
+
+
+def test_every_signal_has_the_shells_exit_code():
+    assert {n.name: 128 + n for n in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)} == EXIT_CODES
 
 
 def test_other_threads_cannot_catch_signals_and_say_nothing():

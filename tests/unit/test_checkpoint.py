@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mshnet import MSHNet, RequestError
+from mshnet import MSHNet, RequestError, api
 from mshnet.training import checkpoint
 from tpuscope.files import remove_parts, write_part
 
@@ -86,6 +86,15 @@ def test_refused_weights_leave_the_model_as_it_was(path, state, changed, code, n
             checkpoint.load_weights(model, path)
     assert (error.value.code, named in str(error.value)) == (code, True)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("config", [3, {"widths": 5}, {"widths": (1, 2)}, {"base_size": "x"}])
+@pytest.mark.parametrize("use", [api.test, lambda given: api.predict_files(given, [], Path("x"))])
+def test_wrong_settings_in_a_weight_file_are_one_line(path, state, config, use):
+    torch.save({"state_dict": state, "config": config}, path)
+    with pytest.raises(RequestError) as error:
+        use({"weight_path": str(path)})
+    assert (error.value.code, str(path) in str(error.value)) == ("damaged-checkpoint", True)
 
 
 # --- damaged files -------------------------------------------------------------------------------

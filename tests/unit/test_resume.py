@@ -22,7 +22,6 @@ def state(epoch, step=0, **settings):
     return {
         "net": {"a": parameter.detach()},
         "optimizer": torch.optim.Adagrad([parameter], lr=0.05).state_dict(),
-        "rng": {"host": torch.get_rng_state(), "device": None},
         "best": {"iou": 0.1, "epoch": 0, "phase": "full"},
         "epoch": epoch,
         "step": step,
@@ -310,8 +309,6 @@ WRONG = {
         ADAGRAD | {"param_groups": [GROUP | {"eps": "x"}]},
         ADAGRAD | {"param_groups": [{k: v for k, v in GROUP.items() if k != "lr_decay"}]},
     ],
-    "rng": [3, None, {"host": 3}, {"host": torch.zeros(3)}, {"device": "x"},
-            {"host": torch.zeros(9, dtype=torch.uint8)}, {"device": 2**70}],
     "loss_sum": [3, None, torch.zeros(3), torch.tensor([torch.inf])],
     "seconds": ["x", None, float("nan")],
     "replica_state": [3, torch.zeros(2), torch.zeros(2, 7), torch.zeros(0, 0)],

@@ -23,7 +23,7 @@ from .data.layout import DataFolder
 from .data.loader import EvaluationSet, evaluation_loader
 from .data.sample_cache import SampleCache
 from .data.stage import stage
-from .metrics import DEFINITIONS, DetectionMetrics
+from .metrics import DetectionMetrics
 from .model import MSHNet
 from .predict import Detection, check_images, find_images, predict
 from .training import backend as backends
@@ -88,7 +88,7 @@ def train(overrides: dict, resume: str | None = None, log: Log = print) -> dict:
         run = _Run(_with_absolute_paths(config), run_folder, data_folder, checkpoint_path)
         try:
             if checkpoint_path:
-                epochs, steps = checkpoint.position(state)
+                epochs, steps = checkpoint.position(state or {})
                 where = f"epoch {epochs}" + (f" and {steps} steps" if steps else "")
                 log(f"resuming {run_folder} after {where}, from {checkpoint_path}")
             if config.num_cores > 1 and config.strategy == "launch":
@@ -186,7 +186,7 @@ def _train(
         backup = Backup(run.folder, Path(config.backup), log)
     try:
         saved = backup.request if backup else lambda: None
-        trainer = Trainer(config, backend, *stores, run.folder, state, session, saved)
+        trainer = Trainer(config, backend, stores[0], stores[1], run.folder, state, session, saved)
         log(f"run folder: {run.folder}")
         conditions = protocol(config, len(stores[1]), "corrected", "each epoch")
         log(f"tested after each epoch [{conditions}]")
@@ -397,7 +397,7 @@ def _draw_examples(
 def _results(metrics: DetectionMetrics, config: Config, choice: str, log: Log) -> dict:
     """Log and return the results by both definitions, each with its protocol."""
     results = {}
-    for definition in DEFINITIONS:
+    for definition in ("corrected", "official"):
         conditions = protocol(config, metrics.images, definition, choice)
         log(result_line(metrics, definition, conditions))
         results[definition] = metrics.compute(definition) | {"protocol": conditions}

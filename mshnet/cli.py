@@ -8,6 +8,8 @@ What computes (torch, the network, the data) is imported by the functions that n
 """
 
 import argparse
+import contextlib
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -74,7 +76,7 @@ and SIGTERM after saving."""
 class _Bench(Parser):
     """Passes the flags of ``mshnet bench`` to benchmarks/bench.py, which only a checkout has."""
 
-    def parse_args(self, argv: Sequence[str]) -> argparse.Namespace:
+    def parse_args(self, args=None, namespace=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         folder = Path(__file__).resolve().parent.parent / "benchmarks"
         if not (folder / "bench.py").is_file():
             raise RequestError(
@@ -83,9 +85,10 @@ class _Bench(Parser):
                 "needs-checkout",
             )
         sys.path.insert(0, str(folder))
-        import bench
-
-        return argparse.Namespace(command=lambda _: bench.main(argv))
+        bench = importlib.import_module("bench")
+        namespace = namespace or argparse.Namespace()
+        namespace.command = lambda _: bench.main(args)
+        return namespace
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -93,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"mshnet {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
 
-    def command(name: str, function: Callable, summary: str) -> argparse.ArgumentParser:
+    def command(name: str, function: Callable | None, summary: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(
             name,
             help=summary,
@@ -365,8 +368,9 @@ def _computing(args: argparse.Namespace) -> dict:
     from .training.malloc import keep_freed_memory
 
     overrides = _overrides(args)
-    if resolve_device(overrides.get("device", "auto")) == "cpu":
-        keep_freed_memory()
+    with contextlib.suppress(RequestError):  # reported where the whole request is known
+        if resolve_device(overrides.get("device", "auto")) == "cpu":
+            keep_freed_memory()
     return overrides
 
 

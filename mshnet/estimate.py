@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.optim import Adagrad
+from torch.utils.data import DataLoader
 
 from tpuscope import aot
 from tpuscope.aot.report import size
@@ -164,7 +165,7 @@ def _trace(step: Step) -> aot.Program:
     optimizer = backend.prepare(model, lambda m: Adagrad(m.parameters(), lr=config.lr), None)
     normalize = Normalize()
     backend.move(normalize)
-    [batch] = backend.device_batches([[images, masks]])
+    [batch] = backend.device_batches(cast(DataLoader, [[images, masks]]))
     if step.phase == "eval":
         return aot.trace(_evaluation(backend, model.eval(), normalize), batch[:1])
     criterion, warm_epoch = SLSIoULoss(), config.warm_epoch
@@ -229,7 +230,7 @@ def sweep_line(step: Step, report: aot.Report) -> str:
     batch, needed = step.config.batch_size, size(report.hbm_bytes)
     verdict = "fits" if report.fits else "DOES NOT FIT"
     line = f"{step.images:>13}  {batch:>12}  {needed:>11} {verdict:<12}"
-    if report.compiles:
+    if report.bytes_accessed and report.roofline_seconds:
         line += (
             f"  {size(report.bytes_accessed / step.images):>14}  {report.padding:>6.1f}×  "
             f"{1e3 * report.roofline_seconds:>9.2f} ms  {batch / report.roofline_seconds:>16,.0f}"

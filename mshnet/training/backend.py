@@ -76,7 +76,7 @@ class Backend:
             m for m in module.modules() if getattr(m, "num_batches_tracked", None) is not None
         ]
         counts = [m.num_batches_tracked for m in counted]
-        module.to(self.device, memory_format=self.memory_format)
+        module.to(self.device, memory_format=self.memory_format)  # pyright: ignore[reportCallIssue]
         for m, count in zip(counted, counts, strict=True):
             m.num_batches_tracked = count
 
@@ -357,6 +357,7 @@ class ReplicaBackend(XlaBackend):
             buffer.copy_(piece.view(buffer.shape))
 
     def mean_statistics(self, model: nn.Module, state: Tensor | None) -> dict[str, Tensor]:
+        assert state is not None, "replicas have a state of their own"
         named = [(name, b) for name, b in model.named_buffers() if b.device.type == "xla"]
         pieces = state.mean(0).split([buffer.numel() for _, buffer in named])
         return {n: p.view(b.shape) for (n, b), p in zip(named, pieces, strict=True)}

@@ -1,6 +1,7 @@
 """Evaluation of a split: the host counts one batch while the device computes the next."""
 
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,7 @@ from torch.utils.data import DataLoader
 from tpuscope.progress import progress
 
 from ..data.bitmask import unpack
+from ..data.loader import EvaluationSet, FilledBatches
 from ..metrics import DetectionMetrics
 from .backend import Backend, Step
 from .config import Config
@@ -54,7 +56,7 @@ def predict_batches(
         yield _fetch(waiting)
 
 
-def _fetch(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _fetch(pair: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     logits, masks = pair
     return logits.cpu(), unpack(masks.cpu())
 
@@ -80,13 +82,15 @@ def evaluate(
             host, (B, 1, H, W), for example for pictures.
         step: of :func:`compiled_evaluation`, for the same model; None makes one.
     """
-    dataset, batch_size = loader.dataset, loader.batch_sampler.batch_size
+    dataset, batches = loader.dataset, loader.batch_sampler
+    assert isinstance(dataset, EvaluationSet) and isinstance(batches, FilledBatches)
+    batch_size = batches.batch_size
     metrics = DetectionMetrics(dataset.size)
     model.eval()
     step = step or compiled_evaluation(model, normalize, backend)
-    batches = predict_batches(step, backend, loader, full)
+    results = predict_batches(step, backend, loader, full)
     first = backend.output_shard.index * backend.output_shard.size(batch_size)
-    for logits, masks in progress(batches, "evaluate", len(loader)):
+    for logits, masks in progress(results, "evaluate", len(loader)):
         count = min(max(len(dataset) - first, 0), len(logits))  # the rest is padding
         if count:
             metrics.update(logits[:count], masks[:count])
@@ -106,7 +110,9 @@ def protocol(config: Config, images: int, definition: str, epoch_choice: str) ->
     )
 
 
-def result_line(metrics: DetectionMetrics, definition: str, conditions: str) -> str:
+def result_line(
+    metrics: DetectionMetrics, definition: Literal["corrected", "official"], conditions: str
+) -> str:
     """Return one line for people: IoU, nIoU, Pd in percent, Fa in 1e-6, and the protocol."""
     result = metrics.compute(definition)
     return (

@@ -19,6 +19,9 @@ class Normalize(nn.Module):
     It runs on the device, so that only 8-bit images are transferred.
     """
 
+    mean: Tensor
+    scale: Tensor
+
     def __init__(self):
         super().__init__()
         self.register_buffer("mean", torch.tensor(MEAN).view(1, 3, 1, 1), persistent=False)

@@ -3,7 +3,7 @@
 import hashlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,13 @@ from torch.optim import Adagrad
 from tpuscope.errors import Failed, RequestError
 from tpuscope.progress import progress
 
-from ..data.loader import EvaluationSet, TrainingSet, evaluation_loader, training_loader
+from ..data.loader import (
+    EpochBatches,
+    EvaluationSet,
+    TrainingSet,
+    evaluation_loader,
+    training_loader,
+)
 from ..data.sample_cache import SampleCache
 from ..loss import SLSIoULoss
 from ..model import MSHNet
@@ -210,11 +216,12 @@ class Trainer:
         """Run the remaining steps of this epoch."""
         self.model.train()
         batches = self.train_loader.batch_sampler
+        assert isinstance(batches, EpochBatches)
         batches.epoch, batches.start = self.epoch, self.step
         total = seen = self.backend.to_device(self._total)
         seen_at = first = self.step
         bar = progress(
-            self.backend.device_batches(self.train_loader),
+            _require_loaders(self.backend.device_batches(self.train_loader)),
             f"epoch {self.epoch + 1}/{self.config.epochs}",
             self.steps,
             initial=first,
@@ -362,6 +369,33 @@ def _digest(state: dict[str, Tensor]) -> bytes:
     for value in state.values():
         hashed.update(value.contiguous().numpy())
     return hashed.digest()
+
+
+def _require_loaders(batches: Iterable[list[Tensor]]) -> Iterator[list[Tensor]]:
+    """Yield the batches.
+
+    Raises:
+        Failed: a loader process was killed.
+    """
+    try:
+        yield from batches
+    except (ConnectionError, EOFError, RuntimeError) as error:
+        cause: Exception = error
+        if not isinstance(error, RuntimeError):
+            # The connection broke before the signal of the process's end has arrived. torch's
+            # handler raises then: here, and not later in the middle of the message.
+            try:
+                time.sleep(1)
+            except RuntimeError as signalled:
+                cause = signalled
+        elif "DataLoader worker (pid" not in str(error):
+            raise
+        reason = (str(cause).splitlines() or [type(cause).__name__])[0].strip(" .")
+        raise Failed(
+            f"a loader process was killed ({reason}): the machine may be out of memory; use fewer "
+            "--workers or --cache disk, and continue with --resume",
+            "loader-killed",
+        ) from cause
 
 
 def _step_seed(seed: int, epoch: int, step: int) -> int:

@@ -240,6 +240,7 @@ def refused(capsys, *arguments):
 )
 def test_cores_that_xla_on_the_cpu_does_not_have(data, capsys, monkeypatch, cores, expected):
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    monkeypatch.setattr(runtime, "is_open", lambda: True)
     message = refused(capsys, "--num-cores", cores)
     assert expected in message
     assert cores == "2" or "use --num-cores 8" in message
@@ -312,7 +313,8 @@ def test_a_killed_loader_process_is_one_line(data):
     finally:
         run.kill()
     assert run.returncode == 1, errors
-    assert "DataLoader worker" in errors and "Traceback" not in errors
+    assert "--workers" in errors or "DataLoader worker" in errors
+    assert "Traceback" not in errors
     assert errors.count("\n") == 1
     assert torch.load("run/checkpoint.pkl", weights_only=True)["epoch"] >= 0
 
@@ -546,7 +548,7 @@ def test_the_help_names_every_setting_and_its_default(capsys):
 
     with pytest.raises(SystemExit):
         main(["train", "--help"])
-    printed = " ".join(capsys.readouterr().out.split())
+    printed = " ".join(capsys.readouterr().out.split("examples:")[0].split())
     for name in set(Config.__dataclass_fields__) - {"widths", "depths"}:
         assert f"--{name.replace('_', '-')} " in printed, name
     for name in ("epochs", "lr", "warm_epoch", "base_size", "seed", "save_minutes"):

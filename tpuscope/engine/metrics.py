@@ -83,8 +83,9 @@ class Counts:
         metrics = {}
         for name, metric in self.metrics.items():
             before = earlier.metrics.get(name, Metric())
-            known = metric.total is not None and before.total is not None
-            total = metric.total - before.total if known else None
+            total = None
+            if metric.total is not None and before.total is not None:
+                total = metric.total - before.total
             metrics[name] = Metric(metric.samples - before.samples, total)
         return Counts(
             {name: value for name, value in counters.items() if value},

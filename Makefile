@@ -32,7 +32,7 @@ PYTEST := OMP_NUM_THREADS=1 $(XLA_ON_CPU) $(BIN)/python -m pytest -n $(WORKERS)
 TIERS ?= lessons process xla unit
 SOLVED := $(if $(filter lessons,$(TIERS)),solved)
 
-.PHONY: demo lessons test test-fast test-labs check types notebooks site colab lint clean
+.PHONY: demo lessons test test-fast test-labs tiers check types notebooks site colab lint clean
 
 demo: $(VENV)/.base
 	PJRT_DEVICE=CPU $(BIN)/python main_tpu.py --use-tpu --epochs 12 --warm-epoch 3 --batch-size 8 \
@@ -46,7 +46,9 @@ lessons: $(VENV)/.jupyter
 test-fast: check
 	$(PYTEST) tests/unit
 
-test: check types
+test: check types tiers
+
+tiers: $(VENV)/.test
 	$(BIN)/python tools/notebooks.py --check
 	# The lessons run with their exercises solved; --overwrite keeps what they print, for --warnings.
 	$(if $(SOLVED),$(BIN)/python tools/notebooks.py --only lessons --solved $(SOLVED))

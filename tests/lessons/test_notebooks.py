@@ -1,6 +1,6 @@
-"""The lessons as text: built from their sources, complete, with links that lead somewhere.
+"""The lessons as text: built from their sources, complete, with working links.
 
-That their cells run is tested by nbmake, in the second half of ``make test``.
+``make test`` runs their cells with nbmake.
 """
 
 import base64

@@ -1,11 +1,13 @@
-# make demo   trains on built-in scenes, XLA on the CPU, and leaves weights and pictures
-# make lessons   opens the course in JupyterLab on this machine
-# make test   the tests of the package and the lessons
-# make test-labs   the labs 10 to 13, in an environment of their own (CI runs both)
-# make notebooks   writes notebooks/*.ipynb from notebooks/*.py, and runs those that changed
-# make site    builds build/site, the lessons and guides as web pages
-# make colab   runs the lessons as on Colab's TPU runtime (ONLY="01 03" runs some)
-# make lint   formats and checks the code
+# make demo        train on built-in scenes, XLA on the CPU; leaves weights and pictures
+# make lessons     open the course in JupyterLab on this machine
+# make test-fast   lint, and the tests that need no XLA: under two minutes
+# make test        lint, types, and everything but the labs (TIERS="xla unit" runs some)
+# make test-labs   the labs 10 to 13, in their own environment (CI runs both)
+# make lint        format the code, and fix what can be fixed
+# make types       check the types of both packages
+# make notebooks   write notebooks/*.ipynb from notebooks/*.py, and run those that changed
+# make site        build build/site, the lessons and guides as web pages
+# make colab       run the lessons as on Colab's TPU runtime (ONLY="01 03" runs some)
 #
 # The first call makes .venv with the newest of Python 3.13, 3.12, 3.11 that runs (Colab has 3.13).
 # PYTHON=/path/to/python chooses another one.
@@ -18,9 +20,19 @@ LABS := .venv-labs
 INSTALL := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints/colab-tpu.txt
 
 # LLVM's optimiser off: the same graphs, compiled 3 to 5 times faster (run 1.4 times slower).
-QUICKLY := OMP_NUM_THREADS=2 PJRT_DEVICE=CPU XLA_FLAGS=--xla_backend_optimization_level=0
+XLA_ON_CPU := PJRT_DEVICE=CPU XLA_FLAGS=--xla_backend_optimization_level=0
+QUICKLY := OMP_NUM_THREADS=2 $(XLA_ON_CPU)
 
-.PHONY: demo lessons test test-labs notebooks site colab lint clean
+# In pytest-xdist's workers each process gets one thread: two workers with two threads each need
+# five times the CPU time on two cores, most of it waiting.
+WORKERS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(XLA_ON_CPU) $(BIN)/python -m pytest -n $(WORKERS)
+# The order in which files are handed out: long ones first. A file stays in one worker, because its
+# tests share fixtures and compiled programs.
+TIERS ?= lessons process xla unit
+SOLVED := $(if $(filter lessons,$(TIERS)),solved)
+
+.PHONY: demo lessons test test-fast test-labs tiers check types notebooks site colab lint clean
 
 demo: $(VENV)/.base
 	PJRT_DEVICE=CPU $(BIN)/python main_tpu.py --use-tpu --epochs 12 --warm-epoch 3 --batch-size 8 \
@@ -31,15 +43,18 @@ demo: $(VENV)/.base
 lessons: $(VENV)/.jupyter
 	$(BIN)/jupyter lab notebooks/01_choose_a_runtime.ipynb
 
-test: $(VENV)/.test
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+test-fast: check
+	$(PYTEST) tests/unit
+
+test: check types tiers
+
+tiers: $(VENV)/.test
 	$(BIN)/python tools/notebooks.py --check
-	$(QUICKLY) $(BIN)/python -m pytest --ignore tests/labs
-	# The lessons with their exercises solved; --overwrite keeps what they printed, for the last line.
-	$(BIN)/python tools/notebooks.py --only lessons --solved solved
-	$(QUICKLY) $(BIN)/python -m pytest --nbmake --overwrite solved --nbmake-timeout=900
-	$(BIN)/python tools/notebooks.py --warnings solved
+	# The lessons run with their exercises solved; --overwrite keeps what they print, for --warnings.
+	$(if $(SOLVED),$(BIN)/python tools/notebooks.py --only lessons --solved $(SOLVED))
+	$(PYTEST) --dist loadfile --no-loadscope-reorder --durations=10 \
+		$(if $(SOLVED),--nbmake --overwrite --nbmake-timeout=900 $(SOLVED)) $(addprefix tests/,$(TIERS))
+	$(if $(SOLVED),$(BIN)/python tools/notebooks.py --warnings $(SOLVED))
 
 test-labs: $(LABS)/.labs
 	$(QUICKLY) $(LABS)/bin/python -m pytest tests/labs
@@ -63,6 +78,13 @@ lint: $(VENV)/.test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+check: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.test
+	$(BIN)/pyright
+
 clean:
 	rm -rf $(VENV) $(LABS) .venv-colab build solved solved-labs *.egg-info .pytest_cache .ruff_cache .hypothesis
 
@@ -72,20 +94,20 @@ $(BIN)/uv:
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 
 $(VENV)/.base: $(BIN)/uv pyproject.toml constraints/colab-tpu.txt
-	$(INSTALL) --editable .
+	$(INSTALL) --editable '.[xla]'
 	@touch $@
 
 $(VENV)/.test: $(BIN)/uv pyproject.toml constraints/colab-tpu.txt
 	$(INSTALL) --editable '.[test]'
-	# The field's metric library is an oracle in the tests. It pins numpy below 2, which Colab's
-	# image is not, but runs with it: so it comes without its pins.
+	# The tests compare the metrics with this library. It pins numpy below 2 but runs with Colab's
+	# numpy 2, so it is installed without its pins.
 	$(INSTALL) --no-deps pyirstdmetrics==1.0.2
 	@touch $@
 
 $(LABS)/.labs: $(BIN)/uv pyproject.toml constraints/colab-tpu.txt
 	"$(PYTHON)" -m venv --clear $(LABS)
 	$(BIN)/uv pip install --quiet --python $(LABS)/bin/python --constraint constraints/colab-tpu.txt --editable '.[labs]'
-	# torch_xla's package holds an older torchax: the later installation lies on top.
+	# torch_xla's package holds an older torchax: the one that is installed last is found.
 	$(BIN)/uv pip install --quiet --python $(LABS)/bin/python --constraint constraints/colab-tpu.txt --reinstall-package torchax --editable '.[labs]'
 	@touch $@
 

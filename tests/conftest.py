@@ -1,4 +1,4 @@
-"""What several test files share."""
+"""Fixtures and settings of all tests."""
 
 import os
 import struct
@@ -25,16 +25,16 @@ SIRST_BESIDE = Path(__file__).parents[2] / "shared" / "datasets" / "SIRST"
 
 @pytest.fixture(scope="session")
 def sirst() -> Path:
-    """The real SIRST data set, which is not part of the project (datasets/README.md)."""
+    """Return the folder of the real SIRST data set, which is not part of the project."""
     folder = Path(os.environ.get("MSHNET_SIRST") or SIRST_BESIDE)
     if not (folder / "trainval.txt").is_file():
-        pytest.skip("the SIRST data set is not here: set MSHNET_SIRST to its folder")
+        pytest.skip("no SIRST data set: set MSHNET_SIRST to its folder")
     return folder
 
 
 @pytest.fixture
 def tiny_dataset(tmp_path) -> Callable[..., Path]:
-    """Writes small images with targets in the common layout, and returns their folder."""
+    """Return a function that writes small images with targets and returns their folder."""
 
     def write(train: int = 4, test: int = 2, size: int = 32, folder: Path | None = None) -> Path:
         folder = folder or tmp_path / "tiny"
@@ -53,7 +53,7 @@ def tiny_dataset(tmp_path) -> Callable[..., Path]:
 
 
 def tiny_sample(name: str, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Noise with one or two bright targets of 3×3: image and mask of 0 and 255, uint8."""
+    """Return noise with one or two targets of 3×3, and their mask of 0 and 255: uint8 (S, S)."""
     rng = np.random.default_rng(list(name.encode()))
     image = rng.integers(20, 90, (size, size), np.uint8)
     mask = np.zeros((size, size), np.uint8)

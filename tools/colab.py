@@ -60,7 +60,7 @@ Runs every lesson, solved, in an environment with what Colab's TPU image holds a
 and fails if a lesson
   * has a cell that fails,
   * replaces, reinstalls or removes one of {", ".join(GUARDED)},
-  * prints a Python warning that comes from a file of mshnet.
+  * prints a Python warning that comes from a file of this project.
 
 The environment is {VENV.name}: Python {VERSION}, the pins of constraints/{PINS.name},
 {", ".join(BESIDE_PINS)} and what these need. It is made anew when a pin changes, or when a lesson
@@ -407,7 +407,8 @@ def _introduce(environment: Environment, repository: Path) -> None:
     )
     print(f"environment: Python {python} and constraints/{PINS.name}, in {environment.folder.name}")
     print(f"mshnet: the lessons install commit {commit}, this checkout's HEAD")
-    if _output(["git", "-C", str(ROOT), "status", "--porcelain", "--", "mshnet", "benchmarks"]):
+    installed = ("mshnet", "tpuscope", "course", "benchmarks", "labs")
+    if _output(["git", "-C", str(ROOT), "status", "--porcelain", "--", *installed]):
         print("  the work tree has changes that are not committed: the lessons do not install them")
     if QUICK_FLAG in os.environ.get("XLA_FLAGS", "").split():
         print(f"XLA_FLAGS={QUICK_FLAG}: compiles faster; Colab does not set it")

@@ -12,7 +12,7 @@ LINES = 60  # of a text output that are kept; the head and the tail
 IMAGE = 60_000  # bytes of a picture above which it is made smaller
 WIDTH = 900  # pixels
 OWN_WARNING = re.compile(
-    r"[^\r\n]*(?:\b(?:mshnet|benchmarks|labs)/(?!\S*site-packages/)\S+\.py|/ipykernel_\d+/\S+)"
+    r"[^\r\n]*(?:\b(?:mshnet|tpuscope|course|benchmarks|labs)/(?!\S*site-packages/)\S+\.py|/ipykernel_\d+/\S+)"
     r":\d+: \w*Warning: [^\r\n]*"
 )
 

@@ -1,4 +1,4 @@
-"""The judge of ``make colab``, without the lessons: what it notices, and what it leaves alone."""
+"""What ``make colab`` reports as a fault, and what it ignores; without the lessons."""
 
 import base64
 import hashlib
@@ -24,7 +24,7 @@ ADDRESS = "https://example.invalid/someone/something"
 
 
 def install(site: Path, name: str, version: str, when: int = 1) -> None:
-    """Leave what an installer leaves of a distribution, as of second `when`."""
+    """Write the metadata that an installer writes, with the time `when`."""
     for old in site.glob(f"{name}-*.dist-info/*"):
         old.unlink()
         if not any(old.parent.iterdir()):
@@ -36,8 +36,8 @@ def install(site: Path, name: str, version: str, when: int = 1) -> None:
     os.utime(folder / "RECORD", (when, when))
 
 
-def told(site: Path, before: dict) -> tuple[list[str], list[str]]:
-    """All changes since `before`, and the forbidden ones, in words."""
+def reported(site: Path, before: dict) -> tuple[list[str], list[str]]:
+    """Return all changes since `before`, and the forbidden ones, as text."""
     changed = colab.changes(before, colab.inventory(site))
     return [str(change) for change in changed], [str(c) for c in colab.forbidden(changed)]
 
@@ -49,36 +49,36 @@ def site(tmp_path):
     return tmp_path / "site"
 
 
-def test_a_replaced_package_is_told_with_both_versions_and_forbidden_if_guarded(site):
+def test_a_replaced_package_is_reported_with_both_versions_and_forbidden_if_guarded(site):
     before = colab.inventory(site)
     install(site, "torch_xla", "2.1")
     install(site, "tqdm", "2.1")
     replaced = "torch-xla 2.0 → 2.1"
-    assert told(site, before) == ([replaced, "tqdm 2.0 → 2.1"], [replaced])
+    assert reported(site, before) == ([replaced, "tqdm 2.0 → 2.1"], [replaced])
 
 
 def test_the_same_version_installed_again_is_noticed(site):
     before = colab.inventory(site)
     install(site, "numpy", "2.0", when=2)
     again = "numpy 2.0 → 2.0 (installed again)"
-    assert told(site, before) == ([again], [again])
+    assert reported(site, before) == ([again], [again])
 
 
 def test_a_removed_package_is_noticed(site):
     before = colab.inventory(site)
     for file in (site / "numpy-2.0.dist-info").iterdir():
         file.unlink()
-    assert told(site, before) == (["numpy 2.0 → removed"], ["numpy 2.0 → removed"])
+    assert reported(site, before) == (["numpy 2.0 → removed"], ["numpy 2.0 → removed"])
 
 
-def test_an_added_package_is_told_and_allowed(site):
+def test_an_added_package_is_reported_and_allowed(site):
     before = colab.inventory(site)
     install(site, "mshnet", "0.1")
-    assert told(site, before) == (["mshnet 0.1"], [])
+    assert reported(site, before) == (["mshnet 0.1"], [])
 
 
-def test_nothing_is_told_where_nothing_changed(site):
-    assert told(site, colab.inventory(site)) == ([], [])
+def test_nothing_is_reported_where_nothing_changed(site):
+    assert reported(site, colab.inventory(site)) == ([], [])
 
 
 @pytest.mark.parametrize("suffix", ["", ".git"])
@@ -139,7 +139,7 @@ def test_a_warning_is_found_that_came_in_pieces_between_others_and_after_a_bar()
         "warning  tpuscope/doctor/report.py: memory\n",
     ],
 )
-def test_what_others_warn_of_is_left_alone(text):
+def test_warnings_of_other_code_are_ignored(text):
     assert colab.own_warnings(notebook_with(("stderr", text))) == []
 
 
@@ -178,7 +178,7 @@ def test_a_lesson_is_taken_by_its_number_and_all_without_one():
     assert list(colab.solved_lessons(["02"])) == [n for n in names if n.startswith("02")]
 
 
-def test_the_environment_is_made_anew_only_when_a_pin_changes(tmp_path, monkeypatch):
+def test_the_environment_is_rebuilt_only_when_a_pin_changes(tmp_path, monkeypatch):
     pins = tmp_path / "pins.txt"
     pins.write_text("numpy==2.1.3\n")
     monkeypatch.setattr(colab, "PINS", pins)
@@ -262,9 +262,9 @@ def test_a_lesson_that_installs_another_numpy_is_failed_and_its_work_taken_back(
 
 def test_a_lesson_may_add_a_package_and_the_next_one_does_not_find_it(tiny, tmp_path):
     image = colab.inventory(tiny.site)
-    outcome = session(tmp_path, tiny, installing(wheel(tmp_path, "mshnet", "1.0")))
+    outcome = session(tmp_path, tiny, installing(wheel(tmp_path, "something", "1.0")))
     assert outcome.problems == []
-    assert [str(change) for change in outcome.installed] == ["mshnet 1.0"]
+    assert [str(change) for change in outcome.installed] == ["something 1.0"]
     tiny.restore()
     assert colab.inventory(tiny.site) == image
 

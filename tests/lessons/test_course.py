@@ -1,4 +1,4 @@
-"""What lessons install, their exercises are checked with, and the pictures of what to click."""
+"""``course``: installations, checks of exercises, pictures of menus."""
 
 import subprocess
 import tomllib

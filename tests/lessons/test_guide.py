@@ -1,4 +1,4 @@
-"""GUIDE.md: its links and code, its two scripts as they stand, and its editions beside it."""
+"""GUIDE.md: links, code, the two scripts as printed, and the translations' structure."""
 
 import math
 import os
@@ -129,7 +129,7 @@ def test_every_python_block_is_python():
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory):
-    """All scripts, started side by side: a process waits much of its time for one core."""
+    """Start all scripts at once: each waits much of its time for one core."""
     if not runtime.installed():
         pytest.skip("the scripts train on XLA, and torch_xla exists for Linux only")
     folder = tmp_path_factory.mktemp("scripts")

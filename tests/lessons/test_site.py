@@ -1,4 +1,4 @@
-"""The reading edition: links that fit, nothing dead, and what a reader expects of a page."""
+"""The site: its links work, and each lesson has its buttons, download and folded solution."""
 
 import importlib.util
 import json
@@ -49,10 +49,10 @@ def test_a_lesson_has_a_page_with_buttons_and_a_folded_solution(site, path):
 
 
 @each_lesson
-def test_the_notebook_is_handed_out_as_it_is(site, path):
+def test_the_notebook_is_downloaded_unchanged(site, path):
     download = re.search(r'href="([^"]*/_downloads/[^"]+\.ipynb)"', lesson_page(site, path))[1]
-    handed = (site / path).parent / download
-    assert handed.read_bytes() == (ROOT / path).read_bytes()
+    downloaded = (site / path).parent / download
+    assert downloaded.read_bytes() == (ROOT / path).read_bytes()
 
 
 def test_every_page_is_in_the_sidebar_of_the_first(site):

@@ -14,7 +14,7 @@ from tpuscope.engine import torch_xla as runtime
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = ROOT / "GUIDE.md"
 HEADING = "## Troubleshooting, by exact message"
-SCRIPTS = ROOT / "tests" / "provoked" / "scripts.py"
+SCRIPTS = Path(__file__).parent / "provoked" / "scripts.py"
 PREPARE = {"save_on_the_device"}  # scripts that print nothing
 
 # Quoted as they were seen once, by a part that names each; and why no test provokes them.

@@ -1,4 +1,4 @@
-"""Batch norm with channels innermost: PyTorch's numbers, and nearer to the exact ones."""
+"""Batch norm in channels-last layout against PyTorch's layer in float64."""
 
 import copy
 

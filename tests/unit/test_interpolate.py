@@ -61,5 +61,6 @@ def test_doubling_in_bfloat16_errs_by_its_rounding(f):
     exact = upsample(x, 2)
     ours = unfold(double(fold(x.bfloat16(), g), f), f).float() - exact
     theirs = upsample(x.bfloat16(), 2).float() - exact
-    assert ours.abs().mean() < 3 * theirs.abs().mean()  # 1.4 or 2.3, by the kernel
-    assert ours.mean().abs() < 1e-3
+    # Folded, the map between the two directions is rounded too: 2.4 times (1.3 without a fold).
+    assert ours.abs().mean() < 3 * theirs.abs().mean()
+    assert ours.mean().abs() < 2e-4  # and no bias: 7e-5 at most of 60 seeds

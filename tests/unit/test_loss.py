@@ -202,7 +202,7 @@ def test_a_saturated_map_is_pushed_towards_its_target(epoch, value):
     loss, gradient = loss_and_gradient(flat(value), mask, epoch, with_shape=False)
     assert math.isfinite(loss)
     assert gradient.isfinite().all()
-    # Wrong pixels are pushed; the right ones are as far out as anybody needs.
+    # Only wrong pixels get a gradient: the right ones are saturated.
     wrong = (mask == 1) if value < 0 else (mask == 0)
     towards = -1 if value < 0 else 1
     assert (towards * gradient[wrong] > 0).all()

@@ -1,4 +1,4 @@
-"""The network as a TPU wants it: the same numbers as the textbook's."""
+"""The network's TPU form gives the numbers of its standard form."""
 
 import copy
 

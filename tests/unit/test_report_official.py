@@ -1,6 +1,6 @@
-"""The official way, written anew: the numbers are those of the package, only the way differs.
+"""``benchmarks/official.py``, our own version of the official step: the package's numbers.
 
-That both are run and reported is in lesson 07.
+Lesson 07 runs and reports both.
 """
 
 from pathlib import Path

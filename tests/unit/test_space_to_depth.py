@@ -1,4 +1,4 @@
-"""Folded maps: the same numbers as without."""
+"""Space-to-depth operations give the numbers of the standard layers."""
 
 import pytest
 import torch

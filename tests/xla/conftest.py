@@ -1,4 +1,4 @@
-"""XLA on the CPU: the compiler front of a TPU, without one."""
+"""XLA on the CPU, opened in each process before anything else uses autograd."""
 
 import os
 
@@ -7,8 +7,9 @@ import pytest
 from mshnet.training import backend as backends
 from tpuscope.engine import torch_xla as runtime
 
-# Autograd counts the devices once, at the first backward pass of a process. A device that is
-# opened later cannot take part, so this one is opened while pytest collects the tests.
+# Autograd counts the devices once, at the first backward pass of a process, and a device that is
+# opened later takes no part. So this one is opened while pytest collects the tests, which each
+# worker of pytest-xdist does for itself before it runs the first.
 if runtime.installed():
     os.environ.setdefault("PJRT_DEVICE", "CPU")
     runtime.device()
@@ -16,6 +17,6 @@ if runtime.installed():
 
 @pytest.fixture(scope="session")
 def xla():
-    """The XLA backend of this process."""
+    """Return the XLA backend of this process."""
     os.environ["PJRT_DEVICE"] = "CPU"
     return backends.make_backend("tpu")

@@ -1,4 +1,4 @@
-"""``mshnet bench``: every row runs, small; it believes no clock before the numbers agree."""
+"""``mshnet bench``: every row runs on small sizes, and compares numbers before times."""
 
 import json
 import subprocess
@@ -45,12 +45,12 @@ def small(data):
 
 
 def on_xla(settings):
-    """Both in one process: they compile the same programs."""
+    """Return two rows from one process, because they compile the same programs."""
     return cases.xla_step(settings) + cases.epoch(settings, lambda part, given: part(given))
 
 
 def command(folder):
-    """As a user runs it: the rows that take seconds."""
+    """Run the fast rows as a user does."""
     argv = [sys.executable, "-m", "mshnet", "bench", "--dataset-dir", str(folder), "--json"]
     argv += ["--only", "cpu_step", "loader", "evaluation_cpu", "--images", "6"]
     return subprocess.run([*argv, *SMALL, *NETWORK], capture_output=True, text=True, cwd=ROOT)
@@ -58,7 +58,7 @@ def command(folder):
 
 @pytest.fixture(scope="module")
 def apart(data, small, tmp_path_factory):
-    """What takes long, each in a process of its own, two at a time: no clock matters here."""
+    """Start the slow rows, each in its own process, two at a time: no time is asserted."""
     cache = {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
     with ThreadPoolExecutor(2) as pool:
         compiling = {
@@ -75,7 +75,7 @@ def test_the_command_ends_with_one_json_line(apart):
     answer = json.loads(text)
     keys = ["cpu_step", "cpu_step_memory", "loader", "loader_512", "feed_bytes"]
     assert list(answer["ratios"]) == [*keys, "evaluation_cpu", "metrics"]
-    # 16 bytes a pixel against one and a bit.
+    # float32 RGB and mask, 16 bytes a pixel, against a byte and a bit.
     assert answer["ratios"]["feed_bytes"] == pytest.approx(16 / 1.125, abs=1e-3)
     assert answer["met"]["feed_bytes"] is True
     assert answer["failed"] == []
@@ -86,14 +86,14 @@ def test_the_command_ends_with_one_json_line(apart):
     assert "| `loader` |" in done.stderr
 
 
-def test_on_xla_both_ways_evaluate_to_the_same_numbers(apart):
+def test_on_xla_both_implementations_evaluate_to_the_same_numbers(apart):
     [row] = apart["evaluation"].result()
     assert row.key == "evaluation"
     assert "IoU" in row.checked
     assert "metrics that cost nothing" in row.note
 
 
-def test_on_xla_only_the_official_way_falls_back(apart):
+def test_on_xla_only_the_official_implementation_falls_back(apart):
     found = {row.key: row for row in apart["on_xla"].result()}
     keys = ["xla_step", "trace", "trace_alone", "compile"]
     assert list(found) == [*keys, "epoch", "epoch_cold"]
@@ -114,7 +114,7 @@ def test_convolutions_are_all_of_the_network_s():
     assert convolutions.time_of((2, 1, 3, 8), 1, "XLA") > 0
 
 
-def test_the_tpu_s_compiler_counts_both_ways(apart):
+def test_the_tpu_s_compiler_counts_both_implementations(apart):
     [row] = apart["tpu_bytes"].result()
     assert row.official[0] > row.ours[0] > 0
 
@@ -130,7 +130,7 @@ def test_the_rows_of_a_gpu_run_as_far_as_a_cpu_goes(small):
     assert reports["ours"]["peak"] > 1e8
 
 
-# --- no clock is believed before the numbers agree -----------------------------------------------
+# --- numbers are compared before times -----------------------------------------------------------
 
 
 def test_numbers_that_differ_are_no_comparison(small, monkeypatch):
@@ -158,7 +158,7 @@ def broken(settings):
 
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 999), noise=st.floats(0, 6))
-def test_the_official_metrics_are_the_package_s_in_the_official_definition(seed, noise):
+def test_the_official_metrics_equal_the_package_s_official_definition(seed, noise):
     generator = torch.Generator().manual_seed(seed)
     masks = torch.zeros(3, 1, 32, 32)
     masks[0, 0, 4:7, 5:9] = masks[1, 0, 20:22, 20:24] = masks[1, 0, 3:5, 3:5] = 1
@@ -197,7 +197,7 @@ def test_a_wrong_request_is_one_line(data, flags, text, capsys):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 @pytest.mark.parametrize("flags", [["--device", "cuda"], ["--only", "cuda_step"]])
-def test_no_gpu_is_said(data, flags, capsys):
+def test_a_gpu_that_is_missing_is_refused(data, flags, capsys):
     assert cli.main(["bench", "--dataset-dir", str(data), "--batch-size", "2", *flags]) == 2
     assert "finds no CUDA GPU" in capsys.readouterr().err
 

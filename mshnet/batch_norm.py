@@ -6,6 +6,8 @@ for the usual layout has 0.1 %. This module uses ``torch.sum``, which sums pairw
 same.
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -15,7 +17,8 @@ def batch_norm(layer: nn.BatchNorm2d, x: Tensor) -> Tensor:
     innermost = x.is_contiguous(memory_format=torch.channels_last)
     if not (layer.training and innermost and x.device.type == "cpu" and x.dtype == torch.float32):
         return layer(x)
-    result, mean, variance = _BatchNorm.apply(x, layer.weight, layer.bias, layer.eps)
+    results = _BatchNorm.apply(x, layer.weight, layer.bias, layer.eps)
+    result, mean, variance = cast(tuple[Tensor, Tensor, Tensor], results)
     remember(layer, mean, variance, x.numel() / layer.num_features)
     return result
 
@@ -23,6 +26,8 @@ def batch_norm(layer: nn.BatchNorm2d, x: Tensor) -> Tensor:
 @torch.no_grad()
 def remember(layer: nn.BatchNorm2d, mean: Tensor, variance: Tensor, count: float) -> None:
     """Update running statistics by a batch's mean and variance, (C,) each, of ``count`` values."""
+    assert layer.num_batches_tracked is not None and layer.momentum is not None
+    assert layer.running_mean is not None and layer.running_var is not None
     layer.num_batches_tracked.add_(1)
     layer.running_mean.lerp_(mean, layer.momentum)
     layer.running_var.lerp_(variance * (count / (count - 1)), layer.momentum)

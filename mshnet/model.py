@@ -11,7 +11,8 @@ as these layers allow: a mean is a sum divided afterwards (the gradient of ``mea
 pixel), and the last product and sum of a block are one operation.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +92,7 @@ class ResidualBlock(nn.Module):
             return model_tpu.residual_block(self, x)
         residual = x
         if self.shortcut is not None:
-            residual = batch_norm(self.shortcut[1], self.shortcut[0](x))
+            residual = batch_norm(cast(nn.BatchNorm2d, self.shortcut[1]), self.shortcut[0](x))
         x = torch.relu_(batch_norm(self.bn1, self.conv1(x)))
         x = batch_norm(self.bn2, self.conv2(x))
         x = self.ca(x) * x
@@ -177,7 +178,7 @@ class MSHNet(nn.Module):
             raise ValueError(f"fold {columns}: must be one of {', '.join(map(str, FOLDS))}")
         self._fold = columns
         for level, stage in (*enumerate(self.encoders), *enumerate(self.decoders)):
-            for block in stage:
+            for block in cast(Iterable[ResidualBlock], stage):
                 block.fold = max(1, columns >> level) if columns else 0
 
     def forward(self, images: Tensor, warm_flag: bool) -> tuple[list[Tensor], Tensor]:

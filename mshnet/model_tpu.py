@@ -15,6 +15,8 @@ operations are chosen by the bytes that the TPU's compiler counts for them (``ms
 On CPUs and GPUs, which have kernels for the standard layers, this form is slower.
 """
 
+from typing import TYPE_CHECKING, cast
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -37,6 +39,9 @@ from .space_to_depth import (
     without_ignored,
 )
 
+if TYPE_CHECKING:  # that module imports this one
+    from .model import ChannelAttention, MSHNet, ResidualBlock
+
 LANES = 128  # lanes of a TPU's vector unit
 
 
@@ -48,11 +53,11 @@ def default_fold(images: int) -> int:
     return 1 if images >= LANES else 8
 
 
-def logits(net: nn.Module, images: Tensor, heads: int) -> list[Tensor]:
+def logits(net: "MSHNet", images: Tensor, heads: int) -> list[Tensor]:
     """Return the logits of the finest heads, finest first.
 
     Args:
-        net: an :class:`~mshnet.model.MSHNet` with ``fold`` ≥ 1.
+        net: with ``fold`` ≥ 1.
         images: (B, C, H, W).
         heads: number of heads, 1 to 4.
 
@@ -75,12 +80,12 @@ def logits(net: nn.Module, images: Tensor, heads: int) -> list[Tensor]:
     ]
 
 
-def fused(net: nn.Module, scales: Tensor) -> Tensor:
+def fused(net: "MSHNet", scales: Tensor) -> Tensor:
     """Apply the fused head: (B, 4, H, W) → (B, 1, H, W)."""
     return unfold(conv2d(fold(scales, net.fold), net.final, net.fold), net.fold)
 
 
-def residual_block(block: nn.Module, x: Tensor | list[Tensor]) -> Tensor:
+def residual_block(block: "ResidualBlock", x: Tensor | list[Tensor]) -> Tensor:
     """Apply a :class:`~mshnet.model.ResidualBlock` to folded maps.
 
     Args:
@@ -93,8 +98,9 @@ def residual_block(block: nn.Module, x: Tensor | list[Tensor]) -> Tensor:
         residual = without_ignored(x, block.conv1.in_channels * f)
         x = conv2d(x, block.conv1, f)
     else:
-        x, residual = _two_convolutions(parts, block.conv1, block.shortcut[0], f)
-        residual = _normalized(residual, block.shortcut[1], f)
+        conv, norm = cast(tuple[nn.Conv2d, nn.BatchNorm2d], tuple(block.shortcut))
+        x, residual = _two_convolutions(parts, block.conv1, conv, f)
+        residual = _normalized(residual, norm, f)
     x = torch.relu(_normalized(x, block.bn1, f))
     x = _attended(conv2d(x, block.conv2, f), block.bn2, block.ca, f)
     # Folded: one copy for each channel, so that the product below needs no layout change.
@@ -117,9 +123,10 @@ def _two_convolutions(
         (B, O·f, H, W/f) and (B, P·f, H, W/f).
     """
     kernels = (for_lanes(layer, f, *parts) for layer in (one, other))
-    results = _TwoConvolutions.apply(*kernels, *parts)
-    biases = (spread(layer.bias, f).to(parts[0].dtype) for layer in (one, other))
-    return tuple(x + bias.view(-1, 1, 1) for x, bias in zip(results, biases, strict=True))
+    results = cast(tuple[Tensor, Tensor], _TwoConvolutions.apply(*kernels, *parts))
+    biases = (spread(cast(Tensor, layer.bias), f).to(parts[0].dtype) for layer in (one, other))
+    x, y = (x + bias.view(-1, 1, 1) for x, bias in zip(results, biases, strict=True))
+    return x, y
 
 
 class _TwoConvolutions(torch.autograd.Function):
@@ -154,48 +161,49 @@ class _TwoConvolutions(torch.autograd.Function):
         return of_one, of_other[:, :, top : top + height, left : left + width], *inputs
 
 
-def _attended(x: Tensor, norm: nn.BatchNorm2d, attention: nn.Module, f: int) -> Tensor:
+def _attended(x: Tensor, norm: nn.BatchNorm2d, attention: "ChannelAttention", f: int) -> Tensor:
     """Apply batch norm and channel attention."""
     mean, square = _moments(x, f)
-    scale, shift = _scale_and_shift(norm, mean, square, x)
+    scale, shift = _scale_and_shift(norm, (mean, square), x)
     # scale·x + shift peaks where x is largest, or smallest if scale (so its weight) is negative.
     sign = norm.weight.detach().sign()
-    peak = _Peak.apply((x * _pixels(sign, f)).to(x.dtype), f) * sign
+    peak = cast(Tensor, _Peak.apply((x * _pixels(sign, f)).to(x.dtype), f)) * sign
     weights = wide(attention.weights(mean * scale + shift, peak * scale + shift))
     return (x * _pixels(weights * scale, f) + _pixels(weights * shift, f)).to(x.dtype)
 
 
 def _normalized(x: Tensor, norm: nn.BatchNorm2d, f: int) -> Tensor:
     """Apply batch norm."""
-    moments = _moments(x, f) if norm.training else (None, None)
-    scale, shift = _scale_and_shift(norm, *moments, x)
+    moments = _moments(x, f) if norm.training else None
+    scale, shift = _scale_and_shift(norm, moments, x)
     return (x * _pixels(scale, f) + _pixels(shift, f)).to(x.dtype)
 
 
 def _moments(x: Tensor, f: int) -> tuple[Tensor, Tensor]:
     """Return mean and mean square of each image's channels, (B, C) each."""
     x = wide(x)
-    return tuple(columns(v.mean((2, 3)), f).mean(2) for v in (x, x * x))
+    mean, square = (columns(v.mean((2, 3)), f).mean(2) for v in (x, x * x))
+    return mean, square
 
 
 def _scale_and_shift(
-    norm: nn.BatchNorm2d, mean: Tensor | None, square: Tensor | None, x: Tensor
+    norm: nn.BatchNorm2d, moments: tuple[Tensor, Tensor] | None, x: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return batch norm's scale and shift, (C,) each, and update its running statistics.
 
     Args:
-        mean: of each image's channels, (B, C); for training.
-        square: mean square, (B, C); for training.
+        moments: mean and mean square of each image's channels, (B, C) each; for training.
         x: the map.
     """
-    if norm.training:
+    if norm.training and moments:
+        mean, square = moments
         mean = mean.mean(0)
         # E[x²] - E[x]²: both sums come from one read of the map. For a channel that hardly varies
         # only rounding is left, which may be negative.
         variance = (square.mean(0) - mean * mean).clamp(min=0)
         remember(norm, mean.detach(), variance.detach(), x.numel() / norm.num_features)
     else:
-        mean, variance = norm.running_mean, norm.running_var
+        mean, variance = cast(tuple[Tensor, Tensor], (norm.running_mean, norm.running_var))
     scale = norm.weight * torch.rsqrt(variance + norm.eps)
     return scale, norm.bias - mean * scale
 

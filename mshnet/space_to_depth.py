@@ -12,6 +12,7 @@ not. f = 1 folds nothing.
 """
 
 from math import ceil
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -140,7 +141,7 @@ def is_peak(x: Tensor, peak: Tensor) -> Tensor:
 
 def mean_and_peak_of_channels(x: Tensor, f: int) -> Tensor:
     """Return mean and maximum over channels: (B, C·f, H, W/f) → (B, 2·f, H, W/f), folded."""
-    return _MeanAndPeak.apply(x, f)
+    return cast(Tensor, _MeanAndPeak.apply(x, f))
 
 
 class _MeanAndPeak(torch.autograd.Function):

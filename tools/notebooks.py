@@ -108,8 +108,8 @@ def is_stale(source: Path) -> bool:
 
 
 def lesson_table() -> str:
-    """README's table: number, title, promise and time of each lesson, and its badges."""
-    rows = ["| lesson | | time | open |", "|---|---|---|---|"]
+    """README's table: number, title, promise and time of each lesson; badges are in the lesson."""
+    rows = ["| lesson | | time |", "|---|---|---|"]
     for source in sources():
         text = source.read_text()
         number, title = re.search(r"^# # (\d\d) · (.+)$", text, re.M).groups()
@@ -117,7 +117,7 @@ def lesson_table() -> str:
         promise = promise.replace("\n# ", " ")
         minutes = TIME.search(text).group(1)
         link = f"[{number} · {title}](notebooks/{source.stem}.ipynb)"
-        rows.append(f"| {link} | {promise} | {minutes} min | {badges(source.stem)} |")
+        rows.append(f"| {link} | {promise} | {minutes} min |")
     return "\n".join(rows)
 
 

@@ -8,7 +8,6 @@ of an AttributeError in the middle of a step.
 import contextlib
 import importlib
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any
 
 from torch import Tensor
@@ -39,7 +38,7 @@ NAMES = (
 )
 _MARKER = "_xla_step_marker"  # torch_xla.sync() calls it; xm.mark_step() and the loaders do, too
 
-_extension: ModuleType | None = None
+_extension: Any = None
 _observers: list[Callable] = []
 
 
@@ -47,8 +46,8 @@ class XlaUnavailable(RuntimeError):
     """torch_xla or the requested device is not available; the message says what to do."""
 
 
-def check(extension: ModuleType | None = None) -> ModuleType:
-    """Return torch_xla's extension after a look for every name that this module uses.
+def check(extension: Any = None) -> Any:
+    """Return torch_xla's extension after a check for every name that this module uses.
 
     Args:
         extension: the module to check; torch_xla's by default.
@@ -57,9 +56,7 @@ def check(extension: ModuleType | None = None) -> ModuleType:
         XlaUnavailable: a name is missing.
     """
     if extension is None:
-        import torch_xla
-
-        extension = torch_xla._XLAC
+        extension = importlib.import_module("torch_xla")._XLAC
     missing = [name for name in NAMES if not hasattr(extension, name)]
     if missing:
         raise XlaUnavailable(
@@ -134,6 +131,12 @@ def run_program(key: Any, inputs: list[Tensor]) -> list[Tensor]:
 def hlo(outputs: list[Tensor]) -> str:
     """Return the HLO text of the program that computes these tensors."""
     return _xla()._get_xla_tensors_hlo(outputs)
+
+
+def stablehlo(outputs: list[Tensor]) -> bytes:
+    """Return the StableHLO bytecode of the program that computes these tensors."""
+    xla = _xla()
+    return xla._get_stablehlo(outputs, xla._xla_get_default_device(), [], True)
 
 
 def live_stablehlo() -> str:
@@ -214,23 +217,27 @@ def observed_steps(observer: Callable[[Callable, tuple, dict], Any]) -> Iterator
         marker = getattr(_xla(), _MARKER)
         # Where somebody else has patched it since, theirs stays, and calls ours, which observes
         # nothing any more.
-        if not _observers and hasattr(marker, "tpuscope_original"):
-            setattr(_xla(), _MARKER, marker.tpuscope_original)
+        if not _observers and isinstance(marker, _Marker):
+            setattr(_xla(), _MARKER, marker.original)
 
 
-def _patch(extension: Any) -> None:
-    original = getattr(extension, _MARKER)
-    if hasattr(original, "tpuscope_original"):
-        return
+class _Marker:
+    """In place of torch_xla's end of a step: calls the observers around it."""
 
-    def marker(*args: Any, **kwargs: Any) -> Any:
-        call = original
+    def __init__(self, original: Callable):
+        self.original = original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = self.original
         for observer in _observers:
             call = _bound(observer, call)
         return call(*args, **kwargs)
 
-    marker.tpuscope_original = original
-    setattr(extension, _MARKER, marker)
+
+def _patch(extension: Any) -> None:
+    original = getattr(extension, _MARKER)
+    if not isinstance(original, _Marker):
+        setattr(extension, _MARKER, _Marker(original))
 
 
 def _bound(observer: Callable, inner: Callable) -> Callable:

@@ -463,6 +463,7 @@ class _Program:
                     f"then {new.numbers} in {new.name}{_at(new.line)}"
                 )
             call = new or old
+            assert call is not None
             return f"a step makes other calls than the step before: {call.name}{_at(call.line)}"
         if self.traces > _TRACES:
             return "the program of the step is another one in every call"
@@ -484,12 +485,13 @@ class _Program:
         self._hash = _private.program_hash(self._leaves)
         _private.compile_program(self._leaves)
         self._device = str(self._leaves[0].device) if self._leaves else ""
-        # Numbers that are part of the program, such as the learning rate.
-        self._fixed = [
-            value if i in self._constants else None for i, value in enumerate(self._values)
-        ]
         # The first run still needs the values that the state had before the step.
-        self._first = list(self._values)
+        self._first: list[Tensor] | None = list(self._values)
+        # Numbers that are part of the program, such as the learning rate.
+        nothing = torch.empty(0)
+        self._fixed = [
+            value if i in self._constants else nothing for i, value in enumerate(self._values)
+        ]
         del self._leaves, self._values, self._results
         self._calls.forget()
 
@@ -499,8 +501,8 @@ class _Program:
         values, self._first = self._first, None
         if values is None:
             values = [
-                fixed if source is None else given[source[0]][source[1]]
-                for fixed, source in zip(self._fixed, self._sources, strict=True)
+                value if source is None else given[source[0]][source[1]]
+                for value, source in zip(self._fixed, self._sources, strict=True)
             ]
             for position in self._seeds:
                 values[position] = _private.base_seed(self._device)
@@ -508,6 +510,7 @@ class _Program:
         made = [
             left[place] if isinstance(place, int) else given[place[0]][place[1]]
             for place in self._outputs
+            if place is not None  # see fault()
         ]
         for position, value in zip(self._changed, made, strict=False):
             # Not _replace_xla_tensor: what is detached later would still be the old value.

@@ -1,4 +1,4 @@
-"""What torch_xla has traced and not yet computed: which tensors wait, and the program they need."""
+"""What torch_xla has traced and not yet computed: pending tensors, and the program for them."""
 
 import contextlib
 import gc
@@ -22,8 +22,8 @@ class Program:
     Attributes:
         stablehlo: StableHLO bytecode; names of layers are in its locations.
         aliases: pairs of an argument and the result that takes its memory, by number.
-        digest: of what is computed; equal programs have equal ones, whatever their layers' names.
-        cores: that the program is written for; 1, or the cores of an SPMD mesh.
+        digest: hash of what is computed; it does not depend on the layers' names.
+        cores: number of cores that the program is for: 1, or those of an SPMD mesh.
     """
 
     stablehlo: bytes
@@ -97,20 +97,19 @@ def _live_results() -> Counter[tuple[int, ...]]:
 
 
 def lower(outputs: list[Tensor]) -> Program:
-    """The program that computes these tensors.
+    """Return the program that computes these tensors.
 
-    An argument that an output replaces (a parameter that was updated in place) gives it its
-    memory, as ``torch_xla.sync()`` has it on a TPU.
+    An argument that an output replaces (a parameter that was updated in place) gives the output
+    its memory, as in ``torch_xla.sync()`` on a TPU.
 
     Args:
         outputs: of :func:`pending`.
     """
-    import torch_xla.core.xla_model as xm
     import torch_xla.runtime as xr
 
     with named_operations():
-        stablehlo = xm.get_stablehlo_bytecode(outputs)
-    plain = xm.get_stablehlo_bytecode(outputs)
+        stablehlo = _private.stablehlo(outputs)
+    plain = _private.stablehlo(outputs)
     arguments, _ = _private.program_inputs(outputs)
     position = {tensor: number for number, tensor in enumerate(arguments)}
     # Only the first output may take the memory: a tensor has one successor.
@@ -125,7 +124,7 @@ def lower(outputs: list[Tensor]) -> Program:
 
 
 def _replaces(output: Tensor) -> int:
-    """Identity of the tensor that this one was before it was changed in place."""
+    """Return the number of the tensor that this one was before it was changed in place."""
     found = re.search(r"AliasID: (\d+)", _private.debug_info(output))
     assert found, "torch_xla's description of a tensor has no AliasID"
     return int(found[1])

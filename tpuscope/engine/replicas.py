@@ -1,11 +1,11 @@
-"""A replica on every core: start them, let them reduce, end them together.
+"""Data-parallel replicas, one on every core: start, reduce, end them together.
 
 On a TPU this is ``torch_xla.launch``: a process a chip, collectives inside the compiled program.
 
 Without a TPU the replicas are processes with a one-device XLA client each, and what a TPU reduces
 inside the program is reduced between the programs, on the host, by torch.distributed's gloo. That
-emulation is :class:`VirtualReplicas`, all of it: whoever uses :class:`Replicas` runs the same code
-on both. (torch_xla's own replicas on the CPU are threads of one process, whose collectives hang.)
+emulation is the class :class:`VirtualReplicas`: code that uses :class:`Replicas` is the same on
+both. (torch_xla's own replicas on the CPU are threads of one process, whose collectives deadlock.)
 """
 
 import contextlib
@@ -41,7 +41,7 @@ class ReplicaFailed(Failed):
 
 
 class Replicas(ABC):
-    """What a replica knows of the others. All of them have to call the same methods in turn.
+    """Communication of one replica with the others; all must call the same methods in turn.
 
     Attributes:
         ordinal: of this replica, from 0.
@@ -55,14 +55,14 @@ class Replicas(ABC):
 
     @abstractmethod
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Replica 0's values for all, in place; tensors on the device."""
+        """Replace the tensors on the device by replica 0's values, in place."""
 
     @abstractmethod
     def optimizer_step(self, optimizer: Optimizer) -> None:
         """Replace every gradient by its mean over the replicas, then update."""
 
     def gather(self, values: Tensor) -> Tensor:
-        """The vectors of all replicas, (count, N), on the host, bit for bit.
+        """Return the vectors of all replicas, (count, N), on the host, bit for bit.
 
         Args:
             values: (N,), on the host, of 4 or 8 bytes an element, the same N everywhere.
@@ -76,7 +76,7 @@ class Replicas(ABC):
         """int32 (N,) of each replica → (count, N)."""
 
     def stop_requested(self) -> str | None:
-        """Why the launching process asks to stop, such as ``"SIGTERM"``, or None."""
+        """Return why the launching process asks to stop, such as ``"SIGTERM"``, or None."""
         try:
             return (self._control / "stop").read_text() or None
         except FileNotFoundError:
@@ -131,8 +131,8 @@ class VirtualReplicas(Replicas):
         """Wait until all are done, then end this process.
 
         A replica that closes its connections while another still reads its last message makes
-        that one fail; files need no connection. And nothing is left to tidy up: taking XLA's and
-        gloo's threads down in order only offers them a chance to crash.
+        that one fail, so they wait for each other by files. XLA's and gloo's threads are not shut
+        down in order, because they sometimes crash on the way.
         """
         (self._control / f"done-{self.ordinal}").touch()
         while len(list(self._control.glob("done-*"))) < self.count:
@@ -152,7 +152,7 @@ class VirtualReplicas(Replicas):
 
     @staticmethod
     @torch.no_grad()
-    def _through_host(tensors: Iterable[Tensor], change: Callable[[Tensor], None]) -> None:
+    def _through_host(tensors: Iterable[Tensor], change: Callable[[Tensor], Any]) -> None:
         tensors = list(tensors)
         flat = torch.cat([tensor.detach().cpu().flatten() for tensor in tensors])
         change(flat)
@@ -233,8 +233,8 @@ def _start(
 ) -> None:
     """Start the replicas and wait for them, in a thread of its own.
 
-    Processes inherit which signals the thread that starts them blocks. Ctrl-C goes to all processes
-    of a terminal: the replicas must not hear it, only the launching process.
+    Processes inherit the blocked signals of the thread that starts them. Ctrl-C goes to all
+    processes of a terminal, and only the launching process may receive it.
     """
     # Python's tracker of shared resources clears the mask of the thread that first needs it.
     resource_tracker.ensure_running()
@@ -278,12 +278,11 @@ def _virtual_replica(
     ordinal: int, count: int, function: Callable, args: tuple, control: Path
 ) -> None:
     torch.set_num_threads(1)  # the replicas share the CPU's cores
-    _replica(lambda: VirtualReplicas(ordinal, count, control), function, args, control).leave()
+    replicas = _replica(lambda: VirtualReplicas(ordinal, count, control), function, args, control)
+    replicas.leave()
 
 
-def _replica(
-    make: Callable[[], Replicas], function: Callable, args: tuple, control: Path
-) -> Replicas:
+def _replica(make: Callable[[], Any], function: Callable, args: tuple, control: Path) -> Any:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         (control / f"replica-{os.getpid()}").touch()
@@ -302,8 +301,10 @@ def _replica(
 
 
 def _end_with_parent() -> None:
-    multiprocessing.parent_process().join()
-    os._exit(1)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _record_failure(control: Path, name: str) -> None:

@@ -40,10 +40,10 @@ class DataMesh:
             self._mesh = xs.Mesh(order, (self.cores,), ("data",))
 
     def replicate(self, tensors: Iterable[Tensor]) -> None:
-        """Say that every core holds these in full.
+        """Mark tensors as replicated: every core holds them in full.
 
-        Tensors without a mark get whatever layout the compiler chooses for them in the first
-        step's results; as inputs of the second step they would make it another graph.
+        Without a mark the compiler chooses the layout of the first step's results; as inputs of the
+        second step they would make it another graph.
         """
         import torch_xla.distributed.spmd as xs
 
@@ -51,10 +51,10 @@ class DataMesh:
             xs.mark_sharding(tensor, self._mesh, (None,) * tensor.dim())
 
     def split(self, dimensions: int) -> Any:
-        """Sharding of an uploaded batch: its first axis over the cores.
+        """Return the sharding of an uploaded batch: its first axis is split over the cores.
 
         Args:
-            dimensions: of the tensor.
+            dimensions: number of the tensor's dimensions.
         """
         import torch_xla.distributed.spmd as xs
 
@@ -63,18 +63,19 @@ class DataMesh:
         return xs.ShardingSpec(self._mesh, axes, minibatch=self.hosts > 1)
 
     def largest(self, value: int) -> int:
-        """The largest of the hosts' values; all hosts have to ask at the same point.
+        """Return the largest of the hosts' values; all hosts must call it at the same point.
 
-        A computation over the mesh of its own: a small graph, and one read.
+        It runs a small program of its own over the mesh, and reads once.
         """
         return value if self.hosts == 1 else int(self.from_every_core(value).max())
 
     def from_every_core(self, value: int) -> Tensor:
-        """The value that each core's host has given, int32 (cores,), on the host."""
+        """Return the value that each core's host has given, int32 (cores,), on the host."""
         import torch_xla.core.xla_model as xm
 
         mine = torch.full((self.cores // self.hosts, 1), value, dtype=torch.int32)
-        [shared] = xm.send_cpu_data_to_device([mine], xm.xla_device(), self.split(2))
+        sent: Any = xm.send_cpu_data_to_device([mine], xm.xla_device(), self.split(2))
+        [shared] = sent
         result = shared * 1
         self.replicate([result])
         return result.cpu().flatten()

@@ -1,4 +1,4 @@
-"""The XLA runtime: is it there, which cores has it, where a step ends, what did it count.
+"""The XLA runtime: availability, cores, the end of a step, counters, random state, batches.
 
 Nothing here imports torch_xla before a function is called, so that the package works where it is
 not installed.
@@ -9,7 +9,7 @@ import importlib.util
 import os
 import platform
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -28,12 +28,12 @@ _BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 
 
 def installed() -> bool:
-    """Whether torch_xla is installed."""
+    """Return whether torch_xla is installed."""
     return importlib.util.find_spec("torch_xla") is not None
 
 
 def require_matching_versions() -> None:
-    """The gate before the first import of torch_xla.
+    """Check the installed versions, before the first import of torch_xla.
 
     Raises:
         XlaUnavailable: torch_xla is missing, or belongs to another torch.
@@ -50,7 +50,7 @@ def require_matching_versions() -> None:
 
 
 def tpu_chips() -> int:
-    """TPU chips of this machine, counted on the PCI bus without opening them."""
+    """Return how many TPU chips the PCI bus of this machine has; they are not opened."""
     if not hardware.tpu_nodes() or not installed():
         return 0
     require_matching_versions()
@@ -58,12 +58,12 @@ def tpu_chips() -> int:
 
 
 def tpu_cores() -> int:
-    """Cores (XLA devices) of this machine's TPU: see ``hardware.GENERATIONS``."""
+    """Return this machine's TPU cores (XLA devices); see ``hardware.GENERATIONS``."""
     return tpu_chips() * _cores_per_chip()
 
 
 def tpu_hosts() -> int:
-    """Machines of the TPU slice that this one belongs to; 1 where nobody says otherwise."""
+    """Return how many machines the TPU slice of this one has; 1 where that is unknown."""
     names = os.environ.get("TPU_WORKER_HOSTNAMES")
     if names:
         return len(names.split(","))
@@ -80,12 +80,12 @@ def _cores_per_chip() -> int:
 
 
 def requested_platform() -> str | None:
-    """What ``PJRT_DEVICE`` asks for, in capitals (``"TPU"``, ``"CPU"``), or None."""
+    """Return what ``PJRT_DEVICE`` asks for, in capitals (``"TPU"``, ``"CPU"``), or None."""
     return os.environ.get("PJRT_DEVICE", "").upper() or None
 
 
 def is_open() -> bool:
-    """Whether this process has opened its XLA devices; their number is settled then."""
+    """Return whether this process has opened its XLA devices; their number is fixed then."""
     if "torch_xla" not in sys.modules:
         return False
     return _private.is_open()
@@ -141,10 +141,10 @@ def merge_flags(environ: Mapping[str, str], flags: Mapping[str, str]) -> dict[st
 
 
 def possible_cores(platform: str) -> list[int]:
-    """How many cores of this machine one training can take.
+    """Return the numbers of this machine's cores that one training run can use.
 
-    Any number of virtual ones; of a TPU's chips 1, 2, 4 or 8, because what is used must be a
-    rectangle of the board.
+    Any number of virtual ones; of a TPU's chips 1, 2, 4 or 8, because the chips in use must form a
+    rectangle on the board.
     """
     if platform == "CPU":
         return list(range(1, VIRTUAL_CORES + 1))
@@ -153,7 +153,7 @@ def possible_cores(platform: str) -> list[int]:
 
 
 def forget_stale_variables() -> list[str]:
-    """Remove :func:`machine.stale_variables` from this process's environment; their names."""
+    """Remove stale TPU variables (:mod:`.hardware`) from the environment; return their names."""
     stale = hardware.stale_variables(os.environ)
     for name in stale:
         text = f"removed {name}={os.environ.pop(name)}, which breaks TPUs of one machine"
@@ -162,7 +162,7 @@ def forget_stale_variables() -> list[str]:
 
 
 def device() -> torch.device:
-    """The XLA device of this process; opens the runtime on first use.
+    """Return the XLA device of this process; the first call opens the runtime.
 
     Open it before the first backward pass of the process, on whatever device that is: autograd
     counts the devices then, and a backward pass on one that came later ends in an internal
@@ -175,7 +175,7 @@ def device() -> torch.device:
 
 
 def describe() -> str:
-    """For people: the platform and how many of its cores compute: ``XLA on TPU, 1 of 8 cores``."""
+    """Return platform and cores in use, for people: ``XLA on TPU, 1 of 8 cores``."""
     import torch_xla.runtime as xr
 
     # Replicas have a core each and know of the others; without them, only SPMD uses more than one.
@@ -213,9 +213,9 @@ def set_rng_state(state: int) -> None:
 def enable_compile_cache(folder: str) -> None:
     """Keep compiled programs in a folder, for this and later processes.
 
-    Call before the first computation. Whether a kept program can be loaded is the runtime's
-    affair: the CPU's cannot (it says "Deserializing serialized executable not supported" and
-    compiles again), and for TPU under torch_xla 2.9 misses are reported (pytorch/xla#9094).
+    Call it before the first computation. The runtime decides whether a kept program can be loaded:
+    the CPU's cannot (it prints "Deserializing serialized executable not supported" and compiles
+    again), and for TPU under torch_xla 2.9 cache misses are reported (pytorch/xla#9094).
     """
     import torch_xla.runtime as xr
 
@@ -223,14 +223,14 @@ def enable_compile_cache(folder: str) -> None:
 
 
 def sync() -> None:
-    """Cut the graph here: what was traced so far is compiled if new, and dispatched."""
+    """End the step: what was traced so far is compiled if it is new, and dispatched."""
     import torch_xla
 
     torch_xla.sync()
 
 
 def wait() -> None:
-    """Until all that was dispatched has been computed, and counted."""
+    """Wait until everything that was dispatched has been computed and counted."""
     import torch_xla.core.xla_model as xm
 
     xm.wait_device_ops()
@@ -242,15 +242,15 @@ def forget_pending(device: torch.device) -> None:
 
 
 def counters() -> Counters:
-    """Compilations, fallbacks and scalar reads, as totals since the process started."""
+    """Return compilations, fallbacks and reads, as totals since the process started."""
     return metrics.now().brief()
 
 
 class DeviceLoader:
-    """Batches on the device, uploaded in the background while the device computes.
+    """Yield batches on the device, uploaded in the background while the device computes.
 
     A thin layer over torch_xla's ``ParallelLoader`` (which ``MpDeviceLoader`` is too). That ends an
-    epoch early and silently when the loader under it fails: here the failure is raised where the
+    epoch early and silently when the loader under it fails; here the failure is raised where the
     batches are used.
 
     Args:
@@ -287,9 +287,9 @@ class DeviceLoader:
 
 
 class _Watched:
-    """Iterates as the loader does; keeps the exception that ended it."""
+    """Iterate as the loader does, and keep the exception that ended it."""
 
-    def __init__(self, loader: Iterable, failures: list[Exception]):
+    def __init__(self, loader: DataLoader, failures: list[Exception]):
         self._loader = loader
         self._failures = failures
 

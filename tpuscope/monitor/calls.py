@@ -1,4 +1,4 @@
-"""A step as PyTorch's calls: the words that the recorder and the search for causes share."""
+"""A step as PyTorch's calls: the data types that recorder and recompile_reasons share."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -36,20 +36,20 @@ class Call(NamedTuple):
 
     @property
     def is_upload(self) -> bool:
-        """Whether it only brings data: no operation of the graph."""
+        """Return whether it only brings data, and is no operation of the graph."""
         arrays = [leaf for _, leaf in self.arguments if isinstance(leaf, Array)]
         return bool(arrays) and all(array.origin == "host" for array in arrays)
 
 
 @dataclass(eq=False)
 class Graph:
-    """What was run as one program, as far as the calls tell.
+    """What was run as one program, as far as the calls show.
 
     Attributes:
-        signature: equal for graphs that torch_xla would take for the same one.
+        signature: equal for graphs that are the same program to torch_xla.
         trigger: ``"sync"``, ``"read"`` or ``"fallback"``.
         line: where it was run.
-        calls: None when too many others have come since.
+        calls: None when too many other graphs have come since.
         inputs: the data that was new when it ran.
         step: in which it was first seen, from 1.
         runs: how often it was seen.
@@ -67,5 +67,5 @@ class Graph:
 
 
 def special(number: float | None) -> Any:
-    """0 and 1 are constants of the graph, any other number is the same to it."""
+    """Return 0, 1 and None as they are, which the graph holds, and a word for other numbers."""
     return number if number in (None, 0, 1) else "number"

@@ -1,9 +1,9 @@
 """Which layer an operation belongs to, in the forward and in the backward pass.
 
-A step is a stream of operations. Here each one gets the name of the module that asked for it:
-``ResNet.layer1.0.conv1``, its gradient ``ResNet.layer1.0.conv1/grad``, an optimizer's update
-``SGD``, and what no module asked for ``(step)``. On an XLA device the name can be written to the
-operation, and it is still there in the program that the compiler makes.
+Each operation of a step gets the name of the module that called it: ``ResNet.layer1.0.conv1``, its
+gradient ``ResNet.layer1.0.conv1/grad``, an optimizer's update ``SGD``, and what no module called
+``(step)``. On an XLA device the name is written to the operation, and the compiled program still
+has it.
 """
 
 import contextlib
@@ -17,18 +17,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
-from torch.optim import optimizer as optimizer_hooks
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import TensorWeakRef
 
 from ..engine import _private, lazy_graph
+from ..tables import table as columns
 
-OUTSIDE = "(step)"  # operations that no module and no optimizer asked for
+OUTSIDE = "(step)"  # operations that no module and no optimizer called
 GRADIENT = "/grad"  # ends the name of a layer whose gradient is computed
 
-# What these return is what they got, and has its name.
+# These return what they were given, which has its name already.
 _aten = torch.ops.aten
 _SAME = {
     _aten.alias.default,
@@ -40,7 +44,7 @@ _SAME = {
 
 
 def layer_of(op_name: str) -> str:
-    """The layer in an instruction's ``op_name``.
+    """Return the layer in an instruction's ``op_name``.
 
     >>> layer_of("ResNet.layer1.0.conv1/grad/aten__convolution_backward")
     'ResNet.layer1.0.conv1/grad'
@@ -51,13 +55,13 @@ def layer_of(op_name: str) -> str:
 
 
 class LayerLabels(TorchDispatchMode):
-    """While entered, gives every operation the name of its layer.
+    """While entered, give every operation the name of its layer.
 
-    The modules' and optimizers' own hooks say who runs in the forward pass. In the backward pass
-    autograd says which node runs, and a node has the number that the forward operation left it.
+    Hooks of modules and optimizers give the layer in the forward pass. In the backward pass
+    autograd gives the running node, and a node has the number that its forward operation left.
 
-    An XLA operation gets its name written on. That takes no part in what is computed, nor in
-    whether two graphs are the same; HLO shows it, as ``op_name="ResNet.conv1/aten__convolution"``,
+    The name is written on an XLA operation. It changes neither what is computed nor whether two
+    graphs are the same; HLO shows it, as ``op_name="ResNet.conv1/aten__convolution"``,
     where it is lowered under :func:`tpuscope.engine.lazy_graph.named_operations`.
     """
 
@@ -74,8 +78,8 @@ class LayerLabels(TorchDispatchMode):
         for handle in (
             module_hooks.register_module_forward_pre_hook(self._begin),
             module_hooks.register_module_forward_hook(self._end, always_call=True),
-            optimizer_hooks.register_optimizer_step_pre_hook(self._begin_update),
-            optimizer_hooks.register_optimizer_step_post_hook(self._end),
+            register_optimizer_step_pre_hook(self._begin_update),
+            register_optimizer_step_post_hook(self._end),
         ):
             self._hooks.callback(handle.remove)
         return super().__enter__()
@@ -112,18 +116,18 @@ class LayerLabels(TorchDispatchMode):
         made = (reference() for reference in self._made)
         return lazy_graph.pending(tensor for tensor in made if tensor is not None)
 
-    def done(self, layer: str, function: Callable, args: tuple, kwargs: dict, result: Any) -> None:
-        """Called after every operation; for those who want to know more."""
+    def done(self, layer: str, function: Any, args: tuple, kwargs: dict, result: Any) -> None:
+        """Take note of an operation after it; for subclasses."""
 
     def current(self) -> str:
-        """The layer of the operation that is about to run."""
+        """Return the layer of the operation that is about to run."""
         node = torch._C._current_autograd_node()
         if node is not None:
-            return self._forward.get(node._sequence_nr(), OUTSIDE) + GRADIENT
+            return self._forward.get(_number(node), OUTSIDE) + GRADIENT
         layer = self._running[-1] if self._running else OUTSIDE
         # Autograd made the node of this operation just before; one that has none sees the number of
         # an earlier node, which is taken.
-        self._forward.setdefault(torch.autograd._get_sequence_nr() - 1, layer)
+        self._forward.setdefault(_autograd._get_sequence_nr() - 1, layer)
         return layer
 
     def _begin(self, module: nn.Module, inputs: tuple) -> None:
@@ -138,7 +142,7 @@ class LayerLabels(TorchDispatchMode):
         self._running.pop()
 
     def _name(self, root: nn.Module) -> None:
-        """Names for a module that has none yet, and for all below it."""
+        """Name a module that has no name yet, and all below it."""
         kind = type(root).__name__
         same = sum(name == kind or name.startswith(f"{kind}#") for name, _ in self.modules)
         kind += f"#{same + 1}" if same else ""
@@ -147,6 +151,13 @@ class LayerLabels(TorchDispatchMode):
                 name = f"{kind}.{path}" if path else kind
                 self._names[id(module)] = name
                 self.modules.append((name, module))  # kept alive: its id stays its own
+
+
+_autograd: Any = torch.autograd  # the number of a node is a private name
+
+
+def _number(node: Any) -> int:
+    return node._sequence_nr()
 
 
 def _on_xla(values: Any) -> Iterator[Tensor]:
@@ -175,7 +186,7 @@ class Layer:
         operations: how often each operation was called, by aten name.
         flops: of matrix products and convolutions, by PyTorch's formulas.
         instructions: in the HLO that was traced; None where nothing was.
-        on_host: operations that XLA left to the host, and reads of values, by aten name.
+        on_host: operations that ran on the host, and reads of values, by aten name.
     """
 
     name: str
@@ -187,7 +198,7 @@ class Layer:
     on_host: Counter = field(default_factory=Counter)
 
     def add(self, other: "Layer") -> None:
-        """Take in what another layer contributes."""
+        """Add what another layer contributes."""
         self.parameters += other.parameters
         self.operations = self.operations + other.operations
         self.flops += other.flops
@@ -203,14 +214,14 @@ class LayerReport:
     layers: list[Layer]
 
     def total(self) -> Layer:
-        """All layers together."""
+        """Return all layers together."""
         total = Layer("together")
         for layer in self.layers:
             total.add(layer)
         return total
 
     def at_depth(self, depth: int) -> list[Layer]:
-        """The layers, each with everything below it.
+        """Return the layers, each with everything below it.
 
         Args:
             depth: parts that a name keeps: 1 is the model, 2 its children.
@@ -224,13 +235,13 @@ class LayerReport:
         return list(groups.values())
 
     def table(self, depth: int | None = None) -> str:
-        """For people, one line a layer.
+        """Return a table for people, one line a layer.
 
         Args:
             depth: see :meth:`at_depth`; None shows each layer by itself.
         """
         layers = self.layers if depth is None else self.at_depth(depth)
-        rows = [_HEAD]
+        rows: list[tuple[str, ...]] = [_HEAD]
         for layer in [*layers, self.total()]:
             on_host = ", ".join(f"{count}× {name}" for name, count in layer.on_host.items())
             numbers = (layer.parameters, layer.operations.total(), layer.flops, layer.instructions)
@@ -239,7 +250,7 @@ class LayerReport:
         return columns(rows, "<<>>>><")
 
     def as_dict(self) -> dict[str, dict]:
-        """Plain values, by the layers' names."""
+        """Return plain values, by the layers' names."""
         counted = ("operations", "on_host")
         return {
             layer.name: asdict(layer) | {name: dict(getattr(layer, name)) for name in counted}
@@ -250,19 +261,8 @@ class LayerReport:
 _HEAD = ("layer", "result", "parameters", "operations", "flops", "HLO", "on the host")
 
 
-def columns(rows: list[tuple[str, ...]], sides: str) -> str:
-    """Rows as lines of aligned columns.
-
-    Args:
-        sides: ``<`` or ``>`` for each column.
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    form = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
-    return "\n".join(form.format(*row).rstrip() for row in rows)
-
-
 class _Recorder(LayerLabels):
-    """Counts what the layers do."""
+    """Count what the layers do."""
 
     def __init__(self):
         super().__init__()
@@ -270,11 +270,11 @@ class _Recorder(LayerLabels):
         self._on_host = _host_operations()
 
     def record(self, name: str) -> Layer:
-        """The record of a layer; a gradient is counted with its layer."""
+        """Return the record of a layer; a gradient is counted with its layer."""
         name = name.removesuffix(GRADIENT)
         return self.layers.setdefault(name, Layer(name))
 
-    def done(self, layer: str, function: Callable, args: tuple, kwargs: dict, result: Any) -> None:
+    def done(self, layer: str, function: Any, args: tuple, kwargs: dict, result: Any) -> None:
         record = self.record(layer)
         record.operations[str(function)] += 1
         flops = flop_registry.get(function._overloadpacket)
@@ -289,7 +289,7 @@ class _Recorder(LayerLabels):
 
 
 def _host_operations() -> Counter[str]:
-    """What torch_xla has left to the host since the process started, by aten name."""
+    """Count what torch_xla has run on the host since the process started, by aten name."""
     if "torch_xla" not in sys.modules:
         return Counter()
     import torch_xla.debug.metrics as met
@@ -318,7 +318,9 @@ def track(step: nn.Module | Callable, *inputs: Any, backward: bool = True) -> La
         result = step(*inputs)
         if is_module and backward:
             leaves = (leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
-            sum(leaf.sum() for leaf in leaves if leaf.requires_grad).backward()
+            total: Any = sum(leaf.sum() for leaf in leaves if leaf.requires_grad)
+            if isinstance(total, Tensor):
+                total.backward()
     for name, module in recorder.modules:
         own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
         if own:

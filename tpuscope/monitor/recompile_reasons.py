@@ -1,4 +1,4 @@
-"""Why a program was compiled: what differs between the calls of two graphs."""
+"""Reasons for recompilations: what differs between the calls of two graphs."""
 
 import inspect
 from collections import Counter
@@ -39,7 +39,7 @@ _ARITHMETIC = frozenset(["add", "sub", "mul", "div", "rsub", "addcmul", "addcdiv
 
 @dataclass(frozen=True)
 class Cause:
-    """What made a graph a new one.
+    """What made a graph differ from the ones before.
 
     Attributes:
         kind: one of this module's constants.
@@ -75,7 +75,7 @@ class Cause:
 def find(
     graph: Graph, earlier: Iterable[Graph], harmless: set[tuple[str, Line | None, str]], name: str
 ) -> Cause:
-    """Why this graph had to be compiled.
+    """Return why this graph had to be compiled.
 
     Args:
         graph: with its calls.
@@ -95,7 +95,7 @@ def find(
         key=lambda pair: (pair[0], pair[1].step),
         default=(0, None),
     )
-    if not alike:
+    if not alike or like is None:
         return Cause(CUT, graph.line, name) if graph.trigger == "read" else Cause(FIRST)
     found = list(differences(like, graph, harmless))
     if not found:
@@ -188,18 +188,18 @@ def _changed_result(old: Call, new: Call) -> Iterator[Cause]:
 
 
 def _trains(graph: Graph) -> bool:
-    return any(call.name == "backward" for call in graph.calls)
+    return any(call.name == "backward" for call in graph.calls or ())
 
 
 def _likeness(old: Graph, new: Graph, first: int) -> float:
-    """Common calls' share of all if these are versions of the same computation, else 0.
+    """Return the common calls' share of all if both are versions of one computation, else 0.
 
-    A training step and an evaluation are not, nor are two phases of a training. In the step after
-    the `first` less is enough.
+    A training step and an evaluation are not, nor are two phases of a training run. In the step
+    after the ``first`` less is enough.
     """
     if _trains(old) != _trains(new):
         return 0.0
-    was, now = _numbered(old.calls).keys(), _numbered(new.calls).keys()
+    was, now = _numbered(old.calls or ()).keys(), _numbered(new.calls or ()).keys()
     common = len(was & now)
     if old.step == first and new.step == first + 1:
         share, enough = common / max(1, min(len(was), len(now))), _ALIKE_FIRST
@@ -209,7 +209,7 @@ def _likeness(old: Graph, new: Graph, first: int) -> float:
 
 
 def _numbered(calls: Iterable[Call]) -> dict[tuple[str, Line | None, int], Call]:
-    """Calls by name, line and how many of that name and line came before."""
+    """Return calls by name, line and how many of that name and line came before."""
     seen: Counter = Counter()
     result = {}
     for call in calls:
@@ -229,7 +229,7 @@ def _operations(call: Call, old: int, new: int, like: int) -> Cause:
 def _argument(call: Call, label: str, old: Any, new: Any, what: str, like: int) -> Iterator[Cause]:
     if isinstance(old, Array) and isinstance(new, Array):
         what = what or f"a tensor in {call.name}"
-        if new.origin not in ("made", "uploaded"):  # its source has been said
+        if new.origin not in ("made", "uploaded"):  # its source has been reported
             if old.shape != new.shape:
                 yield Cause(SHAPE, call.line, what, str(old.shape), str(new.shape), like)
             if old.dtype != new.dtype:
@@ -261,11 +261,12 @@ def _part_of_graph(array: Array) -> str:
 def _results(old: tuple, new: tuple) -> tuple[str, str]:
     names = ("shape", "dtype", "device", "requires_grad")
     changed = [i for i in range(len(names)) if old[i] != new[i]]
-    return tuple(", ".join(f"{names[i]} {result[i]}" for i in changed) for result in (old, new))
+    before, now = (", ".join(f"{names[i]} {one[i]}" for i in changed) for one in (old, new))
+    return before, now
 
 
 def _label(call: Call, label: str) -> str:
-    """An argument for people: its name where the function can be asked, else its position."""
+    """Return an argument's name where the function's signature has it, else its position."""
     first, _, rest = label.partition(".")
     if not first.isdigit():
         return f"{label} in {call.name}"

@@ -1,10 +1,10 @@
-"""Which PyTorch calls a step makes, from which line, and which of them cost a trip to the host.
+"""Record which PyTorch calls a step makes, from which line, and which go to the host.
 
 A ``TorchFunctionMode`` sees every call of PyTorch's Python interface, with its Python values, on
-the way to torch_xla, and changes nothing of what is traced. (A ``TorchDispatchMode`` would see the
+the way to torch_xla, and does not change the traced graph. (A ``TorchDispatchMode`` would see the
 backward pass too, but under it torch_xla makes tensors without functionalization: in-place
-operations on their views get lost, and other graphs come out. The text of the pending graph holds
-no Python values, and its lines only under ``XLA_IR_DEBUG``.)
+operations on their views are lost, and the graphs differ. The text of the pending graph has no
+Python values, and lines only under ``XLA_IR_DEBUG``.)
 """
 
 import os
@@ -85,10 +85,10 @@ class _Counted:
 
 
 class Recorder(TorchFunctionMode):
-    """Keeps the calls of the step that is being traced; see :class:`Graph`.
+    """Keep the calls of the step that is being traced; see :class:`Graph`.
 
-    Only the thread that opened it is seen, which is where a training step runs. What other
-    threads upload appears as inputs.
+    It sees only the thread that opened it, which is where a training step runs. What other threads
+    upload appears as inputs.
     """
 
     def __init__(self, remember: int = 16):
@@ -178,7 +178,7 @@ class Recorder(TorchFunctionMode):
             _push_mode(mode)
 
     def end_step(self, line: Line | None, compiled: int) -> Graph:
-        """A sync has run what was pending.
+        """Record that a sync has run what was pending.
 
         Args:
             line: of the sync.
@@ -227,7 +227,7 @@ class Recorder(TorchFunctionMode):
         return origin
 
     def _new(self, tensor: Tensor, number: int) -> str:
-        """Origin of a tensor that no call has made or had before."""
+        """Return the origin of a tensor that no earlier call has made or used."""
         self._newest = max(self._newest, number)
         operation, value = _pending(tensor)
         if operation is None:
@@ -237,7 +237,7 @@ class Recorder(TorchFunctionMode):
         return f"pending {operation}" + (f" {value}" if value else "")
 
     def _mark(self, tensors: Iterator[Tensor] | list[Tensor]) -> None:
-        """These were made in this step."""
+        """Mark tensors as made in this step."""
         for tensor in tensors:
             number = _private.tensor_id(tensor)
             if self._floor is None:
@@ -246,13 +246,13 @@ class Recorder(TorchFunctionMode):
             self._newest = max(self._newest, number)
 
     def _alias(self, tensor: Tensor, other: Tensor) -> None:
-        """The other has the same origin."""
+        """Give the other tensor the same origin."""
         origin = self._origin(tensor)
         number = _private.tensor_id(other)
         self._origins.setdefault(number, "kept" if origin == "input" else origin)
 
     def _mark_new(self, tensors: list[Tensor]) -> None:
-        """These came from the host, or out of nothing."""
+        """Mark tensors as uploaded from the host, or as made without inputs."""
         made = []
         for tensor in tensors:
             operation, _ = _pending(tensor)
@@ -277,7 +277,7 @@ class Recorder(TorchFunctionMode):
                 nodes += [before for before, _ in node.next_functions]
 
     def _notice(self, name: str, line: Line | None, fetched: bool) -> bool:
-        """What the last call has cost; whether it made pending operations run."""
+        """Record what the last call has cost; return whether it made pending operations run."""
         counted = _count()
         before, self._counted = self._counted, counted
         compiled = counted.uncached - before.uncached
@@ -305,24 +305,26 @@ class Recorder(TorchFunctionMode):
         return cut
 
     def _notice_unseen(self) -> None:
-        """Reads that no call of PyTorch made: torch_xla's own, so nobody knows from which line."""
+        """Record reads that no PyTorch call made: torch_xla's own, whose line is unknown."""
         reads = _reads()
         unseen = Event("read", "torch_xla", None, False, False, self.step)
         self.events += [unseen] * (reads - self._reads)
         self._reads = reads
 
     def _lines_of(self, operation: str, number: int) -> list[Line | None]:
-        """Where the forward calls of a backward operation are, as often as it ran."""
+        """Return the forward lines of a backward operation, one for each time it ran."""
         key = operation.replace("_", "")
         forward = self._backward.get(key) or self._backward.get(f"{key}backward")
         if not forward:
             return [None] * number
         total = sum(forward.values())
-        lines = [at for at, n in forward.items() for _ in range(max(1, n * number // total))]
+        lines: list[Line | None] = [
+            at for at, n in forward.items() for _ in range(max(1, n * number // total))
+        ]
         return (lines + lines[-1:] * number)[:number]
 
     def _ran(self, trigger: str, line: Line | None, compiled: int, name: str = "") -> Graph:
-        """The calls up to here have been run as a program."""
+        """Record that the calls up to here have been run as a program."""
         signature = hash((trigger, self._signature))
         calls, inputs = tuple(self.calls), tuple(self._inputs)
         graph = self.graphs.get(signature)
@@ -367,9 +369,10 @@ _DATA = ("kept", "input", "uploaded", "host")
 
 
 def _essence(leaf: Any) -> Any:
-    """What of an argument is part of the graph; most numbers are passed as data, 0 and 1 are not.
+    """Return what of an argument is part of the graph.
 
-    Some operations make every number a part of their graph: see causes.find.
+    Most numbers are passed as data, 0 and 1 are not. Some operations make every number a part of
+    their graph, see :func:`.recompile_reasons.find`.
     """
     if isinstance(leaf, Array):
         origin = "data" if leaf.origin in _DATA else leaf.origin
@@ -378,7 +381,7 @@ def _essence(leaf: Any) -> Any:
 
 
 def _leaves(args: tuple, kwargs: dict, depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Arguments with their labels, containers opened."""
+    """Yield arguments with their labels, containers opened."""
     for label, value in [*enumerate(args), *kwargs.items()]:
         if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size) and depth < 3:
             for inner, leaf in _leaves(tuple(value), {}, depth + 1):
@@ -401,7 +404,7 @@ _CONSTANT = "prim::Constant"
 
 
 def _pending(tensor: Tensor) -> tuple[str | None, str]:
-    """The operation that would give a tensor's values, and its value if it is a constant.
+    """Return the operation that would compute a tensor, and its value if it is a constant.
 
     The operation is None where the values are on the device already.
     """
@@ -438,7 +441,7 @@ def _count() -> _Counted:
 
 
 def _reads() -> int:
-    """Reads so far, as :attr:`counts.Counts.host_reads` counts them."""
+    """Count reads so far, as :attr:`tpuscope.engine.metrics.Counts.host_reads` does."""
     import torch_xla.debug.metrics as met
 
     data = met.metric_data("TransferFromDeviceTime")

@@ -1,4 +1,4 @@
-"""What was counted, as a table, and what to do about it, in sentences."""
+"""The report of a watched block: counts as a table, and verdicts that say what to change."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -7,6 +7,7 @@ from typing import Any
 
 from ..engine.lines import Line
 from ..engine.metrics import Counts, Transfers
+from ..tables import table
 from . import recompile_reasons
 from .calls import Graph
 from .recompile_reasons import Cause
@@ -31,8 +32,8 @@ class Step:
         wait_seconds: the host was blocked: it waited for the device's previous work to be taken
             (torch_xla's DeviceLockWait) or for a value (TransferFromDeviceTime).
         execute_seconds: of the programs that this step launched, from launch to end. They run
-            beside the host, so this is no part of ``seconds``.
-        programs: that were asked for; 1 unless something cut the graph.
+            in parallel to the host, so this is no part of ``seconds``.
+        programs: programs launched; 1 unless something cut the graph.
         fallbacks: operations that ran on the host.
         host_reads: values and tensors fetched.
         updates: calls of ``step()`` of the same optimizer.
@@ -56,16 +57,16 @@ class Step:
 
     @property
     def trace_seconds(self) -> float:
-        """The rest of the host's time: data, Python, recording operations, launching."""
+        """Return the rest of the host's time: data, Python, tracing, launching."""
         return max(0.0, self.seconds - self.compile_seconds - self.wait_seconds)
 
     @property
     def title(self) -> str:
-        """For a table's head."""
+        """Return the title for a table's head."""
         return f"step {self.number}"
 
     def numbers(self) -> dict[str, str]:
-        """What can be compared, for people."""
+        """Return what can be compared, for people."""
         return {
             "programs run": str(self.programs),
             "compilations": str(self.compilations),
@@ -78,7 +79,7 @@ class Step:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         values = {k: v for k, v in vars(self).items() if k not in ("line", "graph")}
         line = str(self.line) if self.line else None
         return values | {"trace_seconds": self.trace_seconds, "line": line}
@@ -91,7 +92,7 @@ class Report:
     Attributes:
         counts: torch_xla's own.
         seconds: of the block; None for a text.
-        steps: None for a text.
+        steps: in order; None for a text.
         explained: whether calls were recorded, so that lines and causes are known.
         events: fallbacks and reads.
         compiled: what was compiled, and why.
@@ -110,22 +111,22 @@ class Report:
 
     @property
     def title(self) -> str:
-        """For a table's head."""
+        """Return the title for a table's head."""
         return _count(self._steps, "step")
 
     @property
     def compilations(self) -> int:
-        """Programs compiled."""
+        """Return how many programs were compiled."""
         return self.counts.compilations
 
     @property
     def fallbacks(self) -> int:
-        """Operations run on the host for want of an XLA version."""
+        """Return how many operations ran on the host because XLA has no version of them."""
         return sum(self.counts.fallbacks.values())
 
     @property
     def host_reads(self) -> int:
-        """Values and tensors that the host has fetched."""
+        """Return how many values and tensors the host has fetched."""
         return self.counts.host_reads
 
     @property
@@ -134,7 +135,7 @@ class Report:
 
     @property
     def verdicts(self) -> list[str]:
-        """What to change, the most important first; one line if nothing."""
+        """Return what to change, the most important first; one line if nothing."""
         found = [
             *self._missing_sync(),
             *self._fallbacks(),
@@ -146,11 +147,11 @@ class Report:
 
     @property
     def fine(self) -> bool:
-        """Whether there is nothing to change."""
+        """Return whether there is nothing to change."""
         return self.verdicts == [self._fine()]
 
     def reason(self, name: str) -> str:
-        """The verdict about ``"compilations"``, ``"fallbacks"`` or ``"host_reads"``."""
+        """Return the verdict about ``"compilations"``, ``"fallbacks"`` or ``"host_reads"``."""
         finders: dict[str, tuple[Callable[[], Iterable[str]], ...]] = {
             "compilations": (self._missing_sync, self._recompilations, self._fallbacks, self._cuts),
             "fallbacks": (self._fallbacks,),
@@ -194,7 +195,7 @@ class Report:
 
     @property
     def _recorded(self) -> int:
-        """Operations that torch_xla has recorded."""
+        """Return how many operations torch_xla has traced."""
         return sum(v for name, v in self.counts.counters.items() if name.startswith("xla::"))
 
     def _fallbacks(self) -> Iterable[str]:
@@ -314,7 +315,7 @@ class Report:
     # -- table -------------------------------------------------------------------------------------
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """The table: what, how much, and more about it."""
+        """Return the table's rows: what, how much, and more about it."""
         c = self.counts
         after = [step.number for step in self.steps or [] if step.compilations]
         took = "" if self.seconds is None else f"in {_seconds(self.seconds)}"
@@ -355,11 +356,11 @@ class Report:
         return f"{sum(step.programs for step in self.steps) / len(self.steps):.3g} a step"
 
     def numbers(self) -> dict[str, str]:
-        """What can be compared, for people."""
+        """Return what can be compared, for people."""
         return {what: _join(much, more) for what, much, more in self.rows()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as values that JSON knows."""
+        """Return everything, as values that JSON has."""
         return {
             "seconds": self.seconds,
             "compilations": self.compilations,
@@ -377,13 +378,11 @@ class Report:
         }
 
     def __str__(self) -> str:
-        rows = self.rows()
-        first, second = (max(len(row[i]) for row in rows) for i in (0, 1))
-        table = [f"{a:<{first}}  {b:>{second}}  {more}".rstrip() for a, b, more in rows]
+        rows = table(self.rows(), "<><")
         verdicts = self.verdicts
         if not self.fine:
             verdicts = [f"{i}. {text}" for i, text in enumerate(verdicts, 1)]
-        return "\n".join([*table, "", *verdicts])
+        return "\n".join([rows, "", *verdicts])
 
 
 # -- what to do about a cause ----------------------------------------------------------------------
@@ -450,7 +449,7 @@ _FIX: dict[str, Callable[[Cause], str]] = {
 
 
 def _places(events: list[Event]) -> str:
-    """Lines of events with how often each, most often first."""
+    """Return the lines of events with how often each occurred, the most frequent first."""
     lines = Counter(event.line for event in events if event.line)
     return _few((line.quoted() + f" ×{n}" * (n > 1) for line, n in lines.most_common()), 3)
 
@@ -470,7 +469,7 @@ def _at(line: Line | None) -> str:
 
 
 def _inputs(graph: Graph) -> str:
-    """New data of a graph; the first step's is all of the model, and only counted."""
+    """Return a graph's new data; the first step's is the whole model, and only counted."""
     if len(graph.inputs) <= _SHOWN:
         inputs = "; ".join(str(array) for array in graph.inputs)
     else:

@@ -1,4 +1,4 @@
-"""The steps of a watched block as a picture: what the host did, and beside it the device."""
+"""Draw the steps of a watched block: the host's time, and beside it the device's."""
 
 from typing import TYPE_CHECKING
 
@@ -15,12 +15,11 @@ _PARTS = (
 
 
 def timeline(watch: "Watch", last: int = 40) -> Picture:
-    """Two bars a step: the host's time in its parts, and the device's.
+    """Draw two bars a step: the host's time in its parts, and the device's.
 
-    The parts are those of :class:`~tpuscope.monitor.report.Step`. The device works beside the
-    host, on
-    XLA:CPU too, so its bar is not a part of the other, and may belong to time that the host spent
-    in the next step. A program's time begins when it is launched: waiting in line is in it.
+    The parts are those of :class:`~tpuscope.monitor.report.Step`. The device works in parallel to
+    the host, on XLA:CPU too, so its bar is no part of the other, and may fall into the host's next
+    step. A program's time begins when it is launched, so the time in the queue is included.
 
     Args:
         watch: after its block.

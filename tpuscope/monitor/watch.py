@@ -1,4 +1,4 @@
-"""See through torch_xla: what was compiled and why, what ran on the host, what was read, and where.
+"""Watch a running loop on torch_xla: recompilations and their causes, host fallbacks, reads, lines.
 
 On any model, in three lines::
 
@@ -10,8 +10,8 @@ On any model, in three lines::
             torch_xla.sync()
     print(w.report())
 
-``from_text`` makes the same report, as far as it goes, of a ``metrics_report()`` that somebody
-pasted; ``timeline`` draws the steps.
+``from_text`` makes the same report of a pasted ``metrics_report()``, as far as that text goes;
+``timeline`` draws the steps.
 """
 
 import contextlib
@@ -26,6 +26,7 @@ from ..engine import _private, metrics
 from ..engine import torch_xla as runtime
 from ..engine.lines import Line, caller
 from ..engine.metrics import EXECUTE, NoMetrics
+from ..tables import table
 from .calls import Graph
 from .recompile_reasons import differences
 from .recorder import Recorder
@@ -47,16 +48,16 @@ __all__ = [
 
 
 class BudgetExceeded(RuntimeError):
-    """A watched block did more than it was allowed; the message says what, where and why."""
+    """A watched block exceeded its budget; the message names what, where and why."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a block may do at most; None is no limit.
+    """Limits of what a block may do; None is no limit.
 
     Attributes:
         compilations: programs compiled.
-        fallbacks: operations run on the host for want of an XLA version.
+        fallbacks: operations run on the host because XLA has no version of them.
         host_reads: values and tensors that the host has fetched.
     """
 
@@ -65,7 +66,7 @@ class Budget:
     host_reads: int | None = None
 
     def check(self, report: Report) -> None:
-        """Hold a report against the limits.
+        """Compare a report with the limits.
 
         Raises:
             BudgetExceeded: names each number that is too large, and its cause.
@@ -123,7 +124,7 @@ class Watch:
             self._budget.check(self._report)
 
     def report(self) -> Report:
-        """What the block has done; inside of it, what it has done so far."""
+        """Return what the block has done; inside the block, what it has done so far."""
         return self._report or self._make_report(time.time() - self._began)
 
     def _make_report(self, seconds: float) -> Report:
@@ -140,8 +141,8 @@ class Watch:
             pending_updates=max(self._optimizers.values(), default=0),
         )
 
-    def _sync(self, original: Callable, args: tuple, kwargs: dict) -> None:
-        """In place of torch_xla's own end of a step."""
+    def _sync(self, original: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run torch_xla's end of a step, and record the step."""
         line = caller(sys._getframe(1))
         launched = time.time()
         try:
@@ -167,8 +168,8 @@ class Watch:
                 launched=launched,
                 seconds=ended - self._step_began,
                 compilations=did.compilations,
-                compile_seconds=did.compile_seconds,
-                wait_seconds=wait + did.from_device.seconds,
+                compile_seconds=did.compile_seconds or 0.0,
+                wait_seconds=(wait or 0.0) + (did.from_device.seconds or 0.0),
                 execute_seconds=0.0,
                 programs=max(sum(did.cache), did.repeated),
                 fallbacks=sum(did.fallbacks.values()),
@@ -185,13 +186,13 @@ class Watch:
         self._optimizers[id(optimizer)] = self._optimizers.get(id(optimizer), 0) + 1
 
     def _collect_executions(self) -> None:
-        """torch_xla keeps the last samples only, so they are taken after every step."""
+        """Take the new samples, after every step: torch_xla keeps only the last ones."""
         for name, seen in self._executed.items():
             self._executed[name], samples = _samples(name, seen)
             self._executions += samples
 
     def _place_executions(self) -> None:
-        """Give each execution to its step: they start in turn, as many as the step asked for."""
+        """Assign each execution to its step: they start in order, as many as the step launched."""
         executions = iter(sorted(self._executions))
         for step in self.steps:
             took = itertools.islice(executions, step.programs)
@@ -220,18 +221,18 @@ def watch(explain: bool = True, budget: Budget | None = None) -> Watch:
 
 
 def from_text(text: str) -> Report:
-    """The report on a pasted ``metrics_report()`` of any run, on any device.
+    """Return the report on a pasted ``metrics_report()`` of any run, on any device.
 
-    Such a text knows no steps, lines and causes.
+    Such a text has no steps, lines and causes.
 
     Raises:
-        NoMetrics: there is nothing of a metrics report in it.
+        NoMetrics: it contains no part of a metrics report.
     """
     return Report(counts=metrics.parse(text))
 
 
 def compare(a: Step | Report, b: Step | Report) -> str:
-    """A table of what differs between two steps, or between two reports.
+    """Return a table of what differs between two steps, or between two reports.
 
     For steps of one explained watch also how their calls differ.
     """
@@ -240,8 +241,7 @@ def compare(a: Step | Report, b: Step | Report) -> str:
     for name in left:
         if left[name] != right[name]:
             rows.append((name, left[name], right[name]))
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]
+    lines = [table(rows)]
     if isinstance(a, Step) and isinstance(b, Step):
         lines += _call_differences(a.graph, b.graph)
     return "\n".join(lines)
@@ -272,7 +272,7 @@ def _wait_for_device() -> None:
 
 
 def _samples(name: str, seen: int) -> tuple[int, list[tuple[float, float]]]:
-    """How many samples a time has, and (start, seconds) of those that are new."""
+    """Return how many samples a timer has, and (start, seconds) of the new ones."""
     import torch_xla.debug.metrics as met
 
     data = met.metric_data(name)

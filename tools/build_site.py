@@ -25,7 +25,7 @@ SOURCE = ROOT / "build" / "site-source"
 OUTPUT = ROOT / "build" / "site"
 PICTURES = {".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp"}
 
-# A later language, or a later page, is one line here. What does not exist yet is left out.
+# A new language or page is one line here. A file that does not exist yet is left out.
 GUIDES = {"GUIDE.md": "English", "GUIDE.zh.md": "中文", "GUIDE.ko.md": "한국어"}
 REFERENCE = {
     "docs/performance.md": "Performance",
@@ -37,25 +37,25 @@ REFERENCE = {
 
 
 def repository() -> str:
-    """Address of the repository, from pyproject.toml."""
+    """Return the address of the repository, from pyproject.toml."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return project["urls"]["Repository"]
 
 
 def lessons() -> list[str]:
-    """Paths of the lessons and labs, in order."""
+    """Return the paths of the lessons and labs, in order."""
     found = (ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb")
     return [path.relative_to(ROOT).as_posix() for path in sorted(found)]
 
 
 def packages() -> list[str]:
-    """What the extra `site` of pyproject.toml installs, without the project and its PyTorch."""
+    """Return what the extra `site` of pyproject.toml installs, without the project and PyTorch."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return project["optional-dependencies"]["site"]
 
 
 def pages() -> dict[str, str]:
-    """Every file that becomes a page, and the path of that page's source in the site."""
+    """Return each file that becomes a page, with the path of the page's source in the site."""
     present = [path for path in [*GUIDES, *REFERENCE] if (ROOT / path).exists()]
     return {"README.md": "index.md"} | {path: path for path in [*present, *lessons()]}
 
@@ -68,7 +68,7 @@ class DeadLink(Exception):
 
 
 def link(target: str, origin: str, source: Path) -> str:
-    """What a link in the file `origin` becomes: a page, a picture beside it, or an address."""
+    """Return what a link in the file `origin` becomes: a page, a picture, or an address."""
     address = repository()
     inside = re.match(re.escape(address) + r"/(?:blob|tree)/main/", target)
     if target.startswith("#") or (re.match(r"[a-z]+:", target) and not inside):
@@ -90,15 +90,15 @@ def link(target: str, origin: str, source: Path) -> str:
 
 
 def rewrite(text: str, origin: str, source: Path) -> str:
-    """Markdown with links that fit the site; fenced code stays as it is."""
+    """Return Markdown with links that fit the site; fenced code is unchanged."""
     parts = re.split(r"(^ *```.*?^ *```[ \t]*$)", text, flags=re.M | re.S)
     parts[::2] = [_rewrite_prose(part, origin, source) for part in parts[::2]]
     return "".join(parts)
 
 
 def _rewrite_prose(text: str, origin: str, source: Path) -> str:
-    # Badges are pictures on other people's servers. A link that looks like a button needs none,
-    # reads well in the dark and offline. README's table has room for the short name only.
+    # Badges are pictures on other servers. A link styled as a button needs none, and works in dark
+    # mode and offline. README's table has room for the short name only.
     name = r"[\2]" if origin == "README.md" else r"[\1]"
     text = re.sub(r"\[!\[(Open in (\w+))\]\([^)]*\)\]\(([^)]*)\)", name + r"(\3){.button}", text)
     text = re.sub(r"(\]\()([^)\s]+)(\))", lambda m: m[1] + link(m[2], origin, source) + m[3], text)
@@ -136,7 +136,7 @@ def stage(source: Path) -> None:
 
 
 def _own_anchors(text: str, path: str) -> str:
-    """An edition's anchors, as Sphinx knows them: the English ones, and the language before."""
+    """Return an edition with its anchors in Sphinx's form, prefixed by the language."""
     language = PurePosixPath(path).stem.partition(".")[2]
     if not language:
         return text
@@ -145,7 +145,7 @@ def _own_anchors(text: str, path: str) -> str:
 
 
 def _notebook(text: str, path: str, source: Path) -> str:
-    """A lesson with links for the site, the notebook for download, and folded solutions."""
+    """Return a lesson with links for the site, a download link, and folded solutions."""
     notebook = json.loads(text)
     # Only an executed notebook knows its language; without it, code would have no colours.
     notebook["metadata"].setdefault("language_info", {"name": "python"})
@@ -178,7 +178,7 @@ def _notebook(text: str, path: str, source: Path) -> str:
 
 
 def _show_as_terminal(cell: dict) -> None:
-    """Text outputs as a terminal leaves them: a progress bar is drawn over, not once for a step."""
+    """Change text outputs to what a terminal shows: a progress bar in its last state only."""
     shown: list[dict] = []
     for output in cell["outputs"]:
         if output["output_type"] == "stream":
@@ -198,7 +198,7 @@ def _show_as_terminal(cell: dict) -> None:
 
 
 def overwritten(text: str) -> str:
-    """Text after its carriage returns, each of which goes back to the start of the line."""
+    """Return text after carriage returns, each of which goes back to the start of the line."""
     lines = []
     for line in text.split("\n"):
         left = ""
@@ -209,7 +209,7 @@ def overwritten(text: str) -> str:
 
 
 def _navigation() -> str:
-    """The groups of the sidebar, as hidden tables of contents at the end of the index."""
+    """Return the groups of the sidebar, as hidden tables of contents for the end of the index."""
     numbered = {path: int(PurePosixPath(path).name[:2]) for path in lessons()}
     titles = GUIDES | REFERENCE
     groups = {
@@ -234,7 +234,7 @@ def _navigation() -> str:
 
 
 class _Page(HTMLParser):
-    """Anchors of a page, and what it refers to."""
+    """A page's anchors, and the targets of its links and pictures."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -249,7 +249,7 @@ class _Page(HTMLParser):
 
 
 def dead_links(folder: Path) -> list[str]:
-    """Internal links, pictures and anchors of a built site that lead nowhere; no network."""
+    """Return internal links, pictures and anchors of a built site that are dead; no network."""
     read = {path: _Page(path.read_text()) for path in sorted(folder.rglob("*.html"))}
     dead = []
     for path, page in read.items():
@@ -281,7 +281,7 @@ def build(output: Path, source: Path = SOURCE) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder of the site")
-    parser.add_argument("--packages", action="store_true", help="only say what it needs, for pip")
+    parser.add_argument("--packages", action="store_true", help="only print what it needs, for pip")
     arguments = parser.parse_args()
     if arguments.packages:
         print(*packages())
@@ -293,7 +293,7 @@ def main() -> int:
         print(error)
         return 1
     except subprocess.CalledProcessError as error:
-        return error.returncode  # Sphinx has said what is wrong
+        return error.returncode  # Sphinx has printed the reason
     for target in dead:
         print(f"dead link in {target}")
     print(f"{len(list(output.rglob('*.html')))} pages; open {output / 'index.html'}")

@@ -1,9 +1,9 @@
 """Run the lessons as on Colab's TPU runtime: ``python tools/colab.py [--only 01 03] [--keep]``.
 
 ``make test`` runs the lessons in the project's own environment, which holds more than Colab does.
-Here they find what Colab's image has (constraints/colab-tpu.txt, Python 3.13), in an empty folder,
-and install mshnet themselves. What they must not do is replace torch or its partners: on Colab
-that breaks the session.
+Here they run with what Colab's image has (constraints/colab-tpu.txt, Python 3.13), in an empty
+folder, and install mshnet themselves. They must not replace torch or its partners: on Colab that
+breaks the session.
 """
 
 import argparse
@@ -42,13 +42,13 @@ VENV = ROOT / ".venv-colab"
 EXECUTED = ROOT / "build" / "colab"
 
 VERSION = "3.13"
-# In the image, in versions that its published list does not pin for us; ipykernel runs the cells.
+# Also in the image, in versions that are not pinned here; ipykernel runs the cells.
 BESIDE_PINS = ("scipy", "pillow", "ipykernel")
-# Bound to each other by C++ interfaces, or to the TPU: a lesson leaves them as it found them.
+# Bound to each other by C++ interfaces, or to the TPU: a lesson must not change them.
 GUARDED = ("torch", "torch_xla", "torchvision", "libtpu", "numpy", "jax", "jaxlib")
 
 QUICK_FLAG = "--xla_backend_optimization_level=0"
-# What a developer's shell or `make test` may have set and a Colab session has not.
+# Variables of a developer's shell or of `make test` that a Colab session does not have.
 NOT_ON_COLAB = re.compile(
     "PJRT_|XLA_|XRT_|TPU_|LIBTPU_|PT_XLA|CPU_NUM_DEVICES|MSHNET_|COLAB_|KAGGLE_"
     "|PYTHON|PYTEST|VIRTUAL_ENV|CONDA_|JUPYTER|IPYTHON|MPL|GIT_|XDG_"
@@ -63,11 +63,11 @@ and fails if a lesson
   * prints a Python warning that comes from a file of this project.
 
 The environment is {VENV.name}: Python {VERSION}, the pins of constraints/{PINS.name},
-{", ".join(BESIDE_PINS)} and what these need. It is made anew when a pin changes, or when a lesson
-has changed more of it than can be taken back. Each lesson starts in an empty folder with an empty
-home, without mshnet; its own Setup cell installs that. git is told to answer the repository's
-address from this checkout's last commit, so the address is not contacted and changes that are
-not committed are not seen in the package. The lessons' text is that of the work tree.
+{", ".join(BESIDE_PINS)} and what these need. It is rebuilt when a pin changes, or when a lesson
+has changed more of it than can be undone. Each lesson starts in an empty folder with an empty
+home, without mshnet; its own Setup cell installs that. git answers the repository's address
+from this checkout's last commit, so the address is not contacted, and changes that are not
+committed are not in the package. The lessons' text is that of the work tree.
 
 What differs from Colab: there is no TPU and no Drive, torch may be a build with CUDA, and the
 versions of {", ".join(BESIDE_PINS)} are today's.
@@ -79,7 +79,7 @@ faster); other XLA_FLAGS and variables such as PJRT_DEVICE do not.
 
 
 class Refused(Exception):
-    """The run cannot begin: one line that says why and what to do."""
+    """The run cannot begin: one line with the reason and the fix."""
 
 
 # --- what is installed ----------------------------------------------------------------------
@@ -114,13 +114,13 @@ def canonical(name: str) -> str:
 
 
 def inventory(site: Path) -> dict[str, Installed]:
-    """Every distribution in a site-packages folder."""
+    """Return every distribution in a site-packages folder, by name."""
     found = {}
     for folder in sorted(site.glob("*.dist-info")):
         metadata = importlib.metadata.Distribution.at(folder).metadata
         if metadata is None or metadata.get("Name") is None:  # the rest of an interrupted removal
             continue
-        # Installers write RECORD anew, so its time tells the same version installed again.
+        # Installers rewrite RECORD, so its time shows that the same version was installed again.
         record = folder / "RECORD"
         mark = (
             f"{_digest(record.read_bytes())} {record.stat().st_mtime_ns}" if record.exists() else ""
@@ -130,7 +130,7 @@ def inventory(site: Path) -> dict[str, Installed]:
 
 
 def changes(before: dict[str, Installed], after: dict[str, Installed]) -> list[Change]:
-    """What differs between two inventories, by name."""
+    """Return the differences between two inventories, by name."""
     nothing = Installed(None, "")
     return [
         Change(name, before.get(name, nothing).version, after.get(name, nothing).version)
@@ -140,7 +140,7 @@ def changes(before: dict[str, Installed], after: dict[str, Installed]) -> list[C
 
 
 def forbidden(changed: Iterable[Change]) -> list[Change]:
-    """The changes of guarded distributions that were there before."""
+    """Return the changes of guarded distributions that were installed before."""
     guarded = {canonical(name) for name in GUARDED}
     return [change for change in changed if change.name in guarded and change.before is not None]
 
@@ -153,12 +153,12 @@ def _digest(data: bytes) -> str:
 
 
 def find_python() -> str:
-    """A Python of Colab's version: $PYTHON, or what tools/find_python.sh finds."""
+    """Return a Python of Colab's version: $PYTHON, or what tools/find_python.sh finds."""
     finder = ["sh", str(ROOT / "tools" / "find_python.sh")]
     python = os.environ.get("PYTHON") or _output(finder)
-    tell = "import sys; print('%d.%d' % sys.version_info[:2])"
+    ask = "import sys; print('%d.%d' % sys.version_info[:2])"
     try:
-        version = _output([python, "-c", tell]) if python else "none"
+        version = _output([python, "-c", ask]) if python else "none"
     except (OSError, subprocess.CalledProcessError):
         version = "none"
     if version != VERSION:
@@ -170,7 +170,7 @@ def find_python() -> str:
 
 
 def find_uv() -> str:
-    """uv of the environment that runs this, or the machine's."""
+    """Return the path of uv: from the environment that runs this, or the machine's."""
     beside = Path(sys.executable).parent / "uv"
     uv = str(beside) if beside.exists() else shutil.which("uv")
     if uv is None:
@@ -179,7 +179,7 @@ def find_uv() -> str:
 
 
 class Environment:
-    """Colab's image, as far as it is known, as a virtual environment."""
+    """A virtual environment with the packages that Colab's image is known to hold."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -191,14 +191,14 @@ class Environment:
         return next((self.folder / "lib").glob("python3.*/site-packages"))
 
     def prepare(self) -> None:
-        """Make the environment if it is not there or was made from other pins."""
+        """Build the environment if it is missing or was built from other pins."""
         key = self._key()
         made = self.baseline.exists() and self.python.exists()
         if not (made and json.loads(self.baseline.read_text())["key"] == key):
             self._make(key)
 
     def restore(self) -> None:
-        """Take back what lessons did: uninstall what they added, else make it anew."""
+        """Undo what lessons did: uninstall what they added, or rebuild the environment."""
         stored = json.loads(self.baseline.read_text())
         image = {name: Installed(*values) for name, values in stored["image"].items()}
         changed = changes(image, inventory(self.site))
@@ -214,11 +214,11 @@ class Environment:
 
     def _make(self, key: str) -> None:
         python, uv = find_python(), find_uv()
-        print(f"making {self.folder.name} (several GB the first time) …", flush=True)
+        print(f"building {self.folder.name} (several GB the first time) …", flush=True)
         subprocess.run([python, "-m", "venv", "--clear", str(self.folder)], check=True)
         install = [uv, "pip", "install", "--quiet", "--python", str(self.python)]
         subprocess.run([*install, "--requirement", str(PINS), *BESIDE_PINS], check=True)
-        # Written last: an interrupted installation is begun again.
+        # Written last: an interrupted installation starts over.
         text = json.dumps({"key": key, "image": inventory(self.site)}, indent=1)
         self.baseline.write_text(text)
 
@@ -227,17 +227,17 @@ class Environment:
 
 
 def freeze(checkout: Path, folder: Path) -> Path:
-    """A bare copy of the checkout's HEAD: commits made during the run do not change it."""
+    """Return a bare copy of the checkout's HEAD, which later commits do not change."""
     copy = folder / "repository.git"
     subprocess.run(["git", "clone", "--quiet", "--bare", str(checkout), str(copy)], check=True)
-    # pip asks for a clone with a filter; without this it would be told no, in a warning.
+    # pip asks for a filtered clone; without this git refuses, and pip prints a warning.
     subprocess.run(["git", "-C", str(copy), "config", "uploadpack.allowFilter", "true"], check=True)
     return copy
 
 
 def redirect(address: str, repository: Path) -> dict[str, str]:
-    """Variables that make git answer an address from a local repository."""
-    # Without the suffix, which git adds itself: so the address is redirected with it and without.
+    """Return variables that make git answer an address from a local repository."""
+    # Without the suffix, which git adds itself, so both forms of the address match.
     return {
         "GIT_CONFIG_COUNT": "1",
         "GIT_CONFIG_KEY_0": f"url.{repository.with_suffix('').as_uri()}.insteadOf",
@@ -247,7 +247,7 @@ def redirect(address: str, repository: Path) -> dict[str, str]:
 
 
 def session_variables(venv: Path, home: Path, git: dict[str, str]) -> dict[str, str]:
-    """The variables of a session: the machine's, less a developer's, plus an empty home."""
+    """Return a session's variables: the machine's without a developer's, and an empty home."""
     kept = {name: value for name, value in os.environ.items() if not NOT_ON_COLAB.match(name)}
     if QUICK_FLAG in os.environ.get("XLA_FLAGS", "").split():
         kept["XLA_FLAGS"] = QUICK_FLAG
@@ -256,7 +256,7 @@ def session_variables(venv: Path, home: Path, git: dict[str, str]) -> dict[str, 
 
 
 def make_home(home: Path) -> None:
-    """An empty home, but for pip's settings: where packages come from is the machine's affair."""
+    """Make a home with nothing but pip's settings, which name the machine's package index."""
     home.mkdir()
     settings = (
         Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "pip" / "pip.conf"
@@ -269,7 +269,7 @@ def make_home(home: Path) -> None:
 
 
 def kernel_manager(python: Path, folder: Path) -> AsyncKernelManager:
-    """Starts kernels with the given Python, whatever kernels the machine has."""
+    """Return a manager that starts kernels with the given Python only."""
     spec = folder / "kernels" / "colab" / "kernel.json"
     spec.parent.mkdir(parents=True)
     argv = [str(python), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
@@ -279,12 +279,12 @@ def kernel_manager(python: Path, folder: Path) -> AsyncKernelManager:
 
 
 def execute(notebook: nbformat.NotebookNode, python: Path, folder: Path, git: dict) -> str | None:
-    """Run a notebook's cells in a new session under `folder`; what went wrong, or None."""
+    """Run a notebook's cells in a new session under `folder`; return the fault, or None."""
     for part in ("content", "tmp"):
         (folder / part).mkdir()
     make_home(folder / "home")
     interrupt = Interrupt()
-    begun = []  # a kernel that dies at once does not come to say what it began
+    begun = []  # kept here because a kernel that dies at once reports nothing
     client = NotebookClient(
         notebook,
         km=kernel_manager(python, folder),
@@ -294,9 +294,9 @@ def execute(notebook: nbformat.NotebookNode, python: Path, folder: Path, git: di
         on_cell_execute=lambda cell, cell_index: begun.append(cell_index),
     )
     variables = session_variables(python.parent.parent, folder / "home", git)
-    with (folder / "kernel.log").open("w") as log:  # what the kernel itself says, not its cells
+    with (folder / "kernel.log").open("w") as log:  # output of the kernel itself, not of its cells
         try:
-            # A kernel manager that is given stays alive by default, and its kernel with it.
+            # By default a manager that is passed in stays alive, and its kernel with it.
             client.execute(env=variables, stdout=log, stderr=log, cleanup_kc=True)
         except CellExecutionError:
             return failing_cell(notebook, begun)
@@ -311,13 +311,13 @@ def execute(notebook: nbformat.NotebookNode, python: Path, folder: Path, git: di
 
 
 class Interrupt:
-    """Lets Ctrl-C end the run: nbclient's own handlers end the lesson, and the next would begin."""
+    """Ctrl-C ends the run. With nbclient's own handlers the next lesson starts."""
 
     def __init__(self):
         self.came = False
 
     def listen(self, **_) -> None:
-        """Take the place of the client's handlers; called when the notebook starts."""
+        """Replace the client's handlers; called when the notebook starts."""
         task = asyncio.current_task()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._stop, task)
@@ -331,15 +331,15 @@ class Interrupt:
 
 
 def failing_cell(notebook: nbformat.NotebookNode, begun: list[int]) -> str:
-    """The last of the cells that were begun: its source, and the end of what it said."""
+    """Return the last cell that started: its source, and the end of its output."""
     if not begun:
-        return "no cell was begun"
+        return "no cell started"
     cell = notebook.cells[begun[-1]]
     number = f"{begun[-1] + 1} of {len(notebook.cells)}"
-    said = _tail(streams([cell]), 8)
+    printed = _tail(streams([cell]), 8)
     errors = [output for output in cell.get("outputs", ()) if output.output_type == "error"]
     trace = _tail("\n".join("\n".join(error.traceback) for error in errors), 14)
-    parts = [f"cell {number}:", textwrap.indent(cell.source, "    "), said, trace]
+    parts = [f"cell {number}:", textwrap.indent(cell.source, "    "), printed, trace]
     return "\n".join(part for part in parts if part)
 
 
@@ -358,7 +358,7 @@ def _tail(text: str, lines: int) -> str:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a lesson."""
+    """The result of one lesson."""
 
     name: str
     seconds: float
@@ -374,7 +374,7 @@ class Outcome:
 def run_lesson(
     name: str, notebook: nbformat.NotebookNode, environment: Environment, folder: Path, git: dict
 ) -> Outcome:
-    """Run one lesson in the environment as it stands, and judge it."""
+    """Run one lesson in the environment as it is, and collect its faults."""
     before, start = inventory(environment.site), time.monotonic()
     error = execute(notebook, environment.python, folder, git)
     seconds = time.monotonic() - start
@@ -386,7 +386,7 @@ def run_lesson(
 
 
 def solved_lessons(only: list[str]) -> dict[str, nbformat.NotebookNode]:
-    """The notebooks to run, by name, with their exercises solved."""
+    """Return the notebooks to run, by name, with their exercises solved."""
     sources = notebooks.sources()
     unknown = [number for number in only if not any(s.stem.startswith(number) for s in sources)]
     if unknown:
@@ -415,7 +415,7 @@ def _introduce(environment: Environment, repository: Path) -> None:
 
 
 def run_lessons(lessons: dict[str, nbformat.NotebookNode], keep: bool) -> list[Outcome]:
-    """Run the lessons one after another, and say how each went."""
+    """Run the lessons one after another, and print the result of each."""
     environment, outcomes = Environment(VENV), []
     EXECUTED.mkdir(parents=True, exist_ok=True)
     with ExitStack() as cleaning:
@@ -437,7 +437,7 @@ def run_lessons(lessons: dict[str, nbformat.NotebookNode], keep: bool) -> list[O
             nbformat.write(notebook, EXECUTED / f"{name}.ipynb")
             if not keep:
                 shutil.rmtree(session, ignore_errors=True)
-            _tell(outcome)
+            _print(outcome)
             outcomes.append(outcome)
         environment.restore()
         if keep:
@@ -446,14 +446,14 @@ def run_lessons(lessons: dict[str, nbformat.NotebookNode], keep: bool) -> list[O
 
 
 def _lock(file: IO) -> None:
-    """Hold the environment until the file is closed: two runs would undo each other's lessons."""
+    """Lock the environment until the file is closed: two runs would undo each other's changes."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise Refused(f"another run is using {VENV.name}: wait until it has ended") from None
 
 
-def _tell(outcome: Outcome) -> None:
+def _print(outcome: Outcome) -> None:
     print(outcome.row())
     for problem in outcome.problems:
         print(textwrap.indent(problem, "  | "))
@@ -476,7 +476,7 @@ def main() -> int:
     except Refused as refusal:
         print(refusal, file=sys.stderr)
         return 2
-    except subprocess.CalledProcessError as error:  # uv, pip or git: it has said why
+    except subprocess.CalledProcessError as error:  # uv, pip or git, which has printed the reason
         print(f"the run stopped: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -38,13 +38,13 @@ TIME = re.compile(r"\{\{time: (\d+) min on v5e-1\}\}")
 
 
 def repository() -> str:
-    """Address of the repository, from pyproject.toml."""
+    """Return the address of the repository, from pyproject.toml."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return project["urls"]["Repository"]
 
 
 def badges(name: str) -> str:
-    """The two badges of a lesson, as Markdown. Kaggle imports the same file that Colab opens."""
+    """Return a lesson's two badges as Markdown. Kaggle imports the file that Colab opens."""
     address = repository()
     path = f"{address.removeprefix('https://github.com/')}/blob/main/notebooks/{name}.ipynb"
     return (
@@ -56,7 +56,7 @@ def badges(name: str) -> str:
 
 
 def build(source: Path, solved: bool = False) -> NotebookNode:
-    """The notebook made from a source: the solved one, or the reader's with its outputs."""
+    """Return the notebook built from a source: the solved one, or the reader's with its outputs."""
     notebook = jupytext.reads(source.read_text(), fmt="py:percent")
     notebook.metadata = nbformat.from_dict({"kernelspec": KERNEL, **COLAB})
     notebook.nbformat, notebook.nbformat_minor = 4, 5
@@ -75,18 +75,18 @@ def build(source: Path, solved: bool = False) -> NotebookNode:
 
 
 def text_of(notebook: NotebookNode) -> str:
-    """A notebook as the text of its file."""
+    """Return the text of a notebook's file."""
     return nbformat.writes(notebook) + "\n"
 
 
 def code_hash(source: Path) -> str:
-    """Changes with every line of code that a run of the lesson executes, and not with its prose."""
+    """Return a hash of all code that a run of the lesson executes; prose does not change it."""
     code = [cell.source for cell in build(source, solved=True).cells if cell.cell_type == "code"]
     return hashlib.sha256("\0".join(code).encode()).hexdigest()[:16]
 
 
 def run(source: Path) -> NotebookNode:
-    """Run the solved lesson; the reader's notebook, with the outputs and the seconds it took."""
+    """Run the solved lesson; return the reader's notebook with outputs and duration."""
     from nbclient import NotebookClient
 
     SOLVED.mkdir(exist_ok=True)
@@ -103,12 +103,12 @@ def run(source: Path) -> NotebookNode:
 
 
 def is_stale(source: Path) -> bool:
-    """Whether the outputs in the notebook come from other code than the source's."""
+    """Return whether the outputs in the notebook come from other code than the source's."""
     return _last_run(source).metadata.get("mshnet", {}).get("ran") != code_hash(source)
 
 
 def lesson_table() -> str:
-    """README's table: number, title, promise and time of each lesson; badges are in the lesson."""
+    """Return README's table: number, title, promise and time; badges are in the lesson."""
     rows = ["| lesson | | time |", "|---|---|---|"]
     for source in sources():
         text = source.read_text()
@@ -122,14 +122,14 @@ def lesson_table() -> str:
 
 
 def with_table(readme: str) -> str:
-    """README with the table between its two markers replaced."""
+    """Return README with the table between its two markers replaced."""
     head, rest = readme.split("<!-- lessons -->\n")
     tail = rest.split("<!-- end of lessons -->")[1]
     return f"{head}<!-- lessons -->\n{lesson_table()}\n<!-- end of lessons -->{tail}"
 
 
 def sources(only: str = "") -> list[Path]:
-    """The sources of all notebooks in order, or ``only`` of the "lessons" or the "labs"."""
+    """Return the sources of all notebooks in order, or ``only`` the "lessons" or the "labs"."""
     pattern = {"": "[0-9][0-9]_*.py", "lessons": "0[0-9]_*.py", "labs": "[1-9][0-9]_*.py"}[only]
     return sorted(FOLDER.glob(pattern))
 
@@ -139,7 +139,7 @@ def _has(cell: NotebookNode, tag: str) -> bool:
 
 
 def _name_cells(cells: list[NotebookNode]) -> None:
-    """Give each cell an id from its text, before anything is filled in that changes by itself."""
+    """Give each cell an id from its text, before placeholders are filled in."""
     seen: set[str] = set()
     for cell in cells:
         salt, cell_id = 0, ""
@@ -161,7 +161,7 @@ def _hide_solutions(cells: list[NotebookNode]) -> None:
 
 
 def _solve(cells: list[NotebookNode]) -> list[NotebookNode]:
-    """The cells as they are run: each check on the empty exercise, and again on the solution."""
+    """Return the cells to run: each check on the empty exercise, and again on the solution."""
     solved, waiting = [], None
     for cell in cells:
         if _has(cell, CHECK):
@@ -193,13 +193,13 @@ def _minutes(seconds: int | None) -> str:
 
 
 def _last_run(source: Path) -> NotebookNode:
-    """The reader's notebook as it is on the disk; an empty one if there is none."""
+    """Return the reader's notebook from the disk, or an empty one."""
     path = source.with_suffix(".ipynb")
     return nbformat.read(path, as_version=4) if path.exists() else nbformat.v4.new_notebook()
 
 
 def _take_outputs(notebook: NotebookNode, ran: NotebookNode) -> None:
-    """Give cells what they printed. Exercises stay empty: their outputs would tell the answer."""
+    """Give cells their outputs. Exercises stay empty: their outputs would show the answer."""
     known = {cell.id: cell for cell in ran.cells if cell.cell_type == "code"}
     for cell in notebook.cells:
         if cell.cell_type != "code" or any(_has(cell, t) for t in (EXERCISE, CHECK, SOLUTION)):
@@ -210,7 +210,7 @@ def _take_outputs(notebook: NotebookNode, ran: NotebookNode) -> None:
 
 
 def _check() -> int:
-    """Say what does not belong together; the number of such files."""
+    """Print which files are stale; return their number."""
     wrong = 0
     for source in sources():
         path = source.with_suffix(".ipynb")
@@ -245,7 +245,9 @@ def _write(chosen: list[str], build_only: bool, only: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="only say what is stale; exit code 1")
+    parser.add_argument(
+        "--check", action="store_true", help="only print what is stale; exit code 1"
+    )
     parser.add_argument("--run", nargs="*", metavar="NN", help="run these lessons, stale or not")
     parser.add_argument("--build-only", action="store_true", help="run nothing, keep the outputs")
     parser.add_argument("--solved", type=Path, metavar="FOLDER", help="write the solved notebooks")

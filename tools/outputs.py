@@ -1,4 +1,4 @@
-"""What notebooks printed when they ran: made small enough to commit, and searched for warnings."""
+"""Outputs of notebooks that ran: shortened so that they can be committed, searched for warnings."""
 
 import base64
 import io
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from nbformat import NotebookNode
 from PIL import Image
 
-LINES = 60  # of a text output that are kept; the head and the tail
+LINES = 60  # kept of a text output: its head and its tail
 IMAGE = 60_000  # bytes of a picture above which it is made smaller
 WIDTH = 900  # pixels
 OWN_WARNING = re.compile(
@@ -42,13 +42,13 @@ def small(notebook: NotebookNode, hidden: list[str]) -> None:
 
 
 def own_warnings(notebook: NotebookNode) -> list[str]:
-    """Python warnings that name a file or a cell of this project."""
+    """Return the Python warnings that name a file or a cell of this project."""
     # `!command` merges stderr into stdout, so both are read.
     return OWN_WARNING.findall(streams(notebook.cells))
 
 
 def streams(cells: Iterable[NotebookNode]) -> str:
-    """What cells have printed, to stdout and stderr."""
+    """Return what cells printed to stdout and stderr."""
     texts: dict[tuple[int, str], str] = {}
     for number, cell in enumerate(cells):
         for output in cell.get("outputs", ()):
@@ -59,7 +59,7 @@ def streams(cells: Iterable[NotebookNode]) -> str:
 
 
 def _joined(pieces: list[NotebookNode]) -> list[NotebookNode]:
-    """What a program prints comes in pieces; a progress bar in one for each step."""
+    """Join the pieces in which a stream arrives: a progress bar has one for each step."""
     whole: list[NotebookNode] = []
     for piece in pieces:
         last = whole[-1] if whole else {}
@@ -71,7 +71,7 @@ def _joined(pieces: list[NotebookNode]) -> list[NotebookNode]:
 
 
 def _as_a_terminal(text: str) -> str:
-    """Progress bars overwrite themselves: keep what stands there at the end."""
+    """Return text as a terminal shows it: a progress bar in its last state only."""
     return "\n".join(line.rstrip("\r").rsplit("\r", 1)[-1] for line in text.split("\n"))
 
 
@@ -90,7 +90,7 @@ def _short(text: str) -> str:
 
 
 def _smaller(content: str) -> dict[str, str]:
-    """A PNG in base64, as the smallest of: itself, fewer colours, JPEG. The latter two narrower."""
+    """Return a PNG in base64 as the smallest of: itself, fewer colours, JPEG."""
     raw = base64.b64decode(content)
     kinds = {"image/png": raw}
     if len(raw) > IMAGE:

@@ -1,7 +1,7 @@
 """Parity with the official network, loss, optimizer trajectory and metrics.
 
-The golden values come from the official code; weights and inputs are pure functions of a name
-(``tests/unit/golden/weights.py``), so no weight file has to travel.
+The golden values come from the official code. Weights and inputs are pure functions of a name
+(``tests/unit/golden/weights.py``), so no weight file is needed.
 """
 
 import importlib.util
@@ -29,7 +29,7 @@ def golden():
         return dict(values)
 
 
-@pytest.fixture(params=[0, 1, 8], ids=["textbook", "for a TPU", "for a TPU, folded"])
+@pytest.fixture(params=[0, 1, 8], ids=["standard", "TPU form", "TPU form, space-to-depth 8"])
 def model(request):
     net = MSHNet(3)
     net.fold = request.param

@@ -180,7 +180,7 @@ def test_the_official_metrics_equal_the_package_s_official_definition(seed, nois
     ("flags", "text"),
     [
         ("--only xla_stop", "--only xla_stop: choose of xla_step, cpu_step"),
-        ("--size 50", "--base_size 50"),
+        ("--size 50", "size 50: "),
         ("--rounds 0", "--rounds 0: must be at least 1"),
         ("--batch-size 7", "--batch-size 7: more than the 6 training images"),
         ("--official /nowhere", "--official /nowhere: model/MSHNet.py, model/loss.py"),
@@ -191,7 +191,7 @@ def test_a_wrong_request_is_one_line(data, flags, text, capsys):
     argv = ["bench", "--dataset-dir", str(data), "--batch-size", "2", *flags.split()]
     assert cli.main(argv) == 2
     said = capsys.readouterr().err
-    assert text.replace("base_size", "base-size") in said
+    assert text in said
     assert said.count("\n") == 1
 
 

@@ -59,7 +59,7 @@ def check(extension: ModuleType | None = None) -> ModuleType:
     if extension is None:
         import torch_xla
 
-        extension = torch_xla._XLAC
+        extension = torch_xla._XLAC  # pyright: ignore[reportPrivateImportUsage]  # no public name
     missing = [name for name in NAMES if not hasattr(extension, name)]
     if missing:
         raise XlaUnavailable(

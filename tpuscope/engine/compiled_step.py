@@ -10,7 +10,7 @@ present state, the next batch and the next random seed.
 import random
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -462,7 +462,7 @@ class _Program:
                     f"the numbers of a step differ from those of the step before: {old.numbers}, "
                     f"then {new.numbers} in {new.name}{_at(new.line)}"
                 )
-            call = new or old
+            call = cast(_Call, new or old)
             return f"a step makes other calls than the step before: {call.name}{_at(call.line)}"
         if self.traces > _TRACES:
             return "the program of the step is another one in every call"
@@ -504,10 +504,10 @@ class _Program:
             ]
             for position in self._seeds:
                 values[position] = _private.base_seed(self._device)
-        left = _private.run_program(self._hash, values)
+        left = _private.run_program(self._hash, cast("list[Tensor]", values))
         made = [
             left[place] if isinstance(place, int) else given[place[0]][place[1]]
-            for place in self._outputs
+            for place in cast("list[tuple[int, int] | int]", self._outputs)  # see fault()
         ]
         for position, value in zip(self._changed, made, strict=False):
             # Not _replace_xla_tensor: what is detached later would still be the old value.

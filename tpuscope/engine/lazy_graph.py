@@ -108,9 +108,10 @@ def lower(outputs: list[Tensor]) -> Program:
     import torch_xla.core.xla_model as xm
     import torch_xla.runtime as xr
 
+    # torch_xla declares one tensor; the function also takes a list.
     with named_operations():
-        stablehlo = xm.get_stablehlo_bytecode(outputs)
-    plain = xm.get_stablehlo_bytecode(outputs)
+        stablehlo = xm.get_stablehlo_bytecode(outputs)  # pyright: ignore[reportArgumentType]
+    plain = xm.get_stablehlo_bytecode(outputs)  # pyright: ignore[reportArgumentType]
     arguments, _ = _private.program_inputs(outputs)
     position = {tensor: number for number, tensor in enumerate(arguments)}
     # Only the first output may take the memory: a tensor has one successor.

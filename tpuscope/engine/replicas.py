@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -152,7 +152,7 @@ class VirtualReplicas(Replicas):
 
     @staticmethod
     @torch.no_grad()
-    def _through_host(tensors: Iterable[Tensor], change: Callable[[Tensor], None]) -> None:
+    def _through_host(tensors: Iterable[Tensor], change: Callable[[Tensor], object]) -> None:
         tensors = list(tensors)
         flat = torch.cat([tensor.detach().cpu().flatten() for tensor in tensors])
         change(flat)
@@ -268,6 +268,9 @@ def _start_virtual(
         process.join()
 
 
+_AnyReplicas = TypeVar("_AnyReplicas", bound=Replicas)
+
+
 def _tpu_replica(ordinal: int, function: Callable, args: tuple, control: Path) -> None:
     import torch_xla.runtime as xr
 
@@ -282,8 +285,8 @@ def _virtual_replica(
 
 
 def _replica(
-    make: Callable[[], Replicas], function: Callable, args: tuple, control: Path
-) -> Replicas:
+    make: Callable[[], _AnyReplicas], function: Callable, args: tuple, control: Path
+) -> _AnyReplicas:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         (control / f"replica-{os.getpid()}").touch()
@@ -302,7 +305,9 @@ def _replica(
 
 
 def _end_with_parent() -> None:
-    multiprocessing.parent_process().join()
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a replica is a child process"
+    parent.join()
     os._exit(1)
 
 

@@ -6,7 +6,7 @@ mesh spans the cores of all.
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -74,7 +74,9 @@ class DataMesh:
         import torch_xla.core.xla_model as xm
 
         mine = torch.full((self.cores // self.hosts, 1), value, dtype=torch.int32)
-        [shared] = xm.send_cpu_data_to_device([mine], xm.xla_device(), self.split(2))
+        # Without annotation in torch_xla: it returns as many tensors as it gets.
+        sent = xm.send_cpu_data_to_device([mine], xm.xla_device(), self.split(2))
+        [shared] = cast(list[Tensor], sent)
         result = shared * 1
         self.replicate([result])
         return result.cpu().flatten()

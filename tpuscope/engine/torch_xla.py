@@ -9,7 +9,7 @@ import importlib.util
 import os
 import platform
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -289,7 +289,7 @@ class DeviceLoader:
 class _Watched:
     """Iterates as the loader does; keeps the exception that ended it."""
 
-    def __init__(self, loader: Iterable, failures: list[Exception]):
+    def __init__(self, loader: DataLoader, failures: list[Exception]):
         self._loader = loader
         self._failures = failures
 

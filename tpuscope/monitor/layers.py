@@ -12,12 +12,15 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
-from torch.optim import optimizer as optimizer_hooks
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
@@ -74,8 +77,8 @@ class LayerLabels(TorchDispatchMode):
         for handle in (
             module_hooks.register_module_forward_pre_hook(self._begin),
             module_hooks.register_module_forward_hook(self._end, always_call=True),
-            optimizer_hooks.register_optimizer_step_pre_hook(self._begin_update),
-            optimizer_hooks.register_optimizer_step_post_hook(self._end),
+            register_optimizer_step_pre_hook(self._begin_update),
+            register_optimizer_step_post_hook(self._end),
         ):
             self._hooks.callback(handle.remove)
         return super().__enter__()
@@ -119,11 +122,13 @@ class LayerLabels(TorchDispatchMode):
         """The layer of the operation that is about to run."""
         node = torch._C._current_autograd_node()
         if node is not None:
-            return self._forward.get(node._sequence_nr(), OUTSIDE) + GRADIENT
+            number = node._sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]  # not in stubs
+            return self._forward.get(number, OUTSIDE) + GRADIENT
         layer = self._running[-1] if self._running else OUTSIDE
         # Autograd made the node of this operation just before; one that has none sees the number of
         # an earlier node, which is taken.
-        self._forward.setdefault(torch.autograd._get_sequence_nr() - 1, layer)
+        following = torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
+        self._forward.setdefault(following - 1, layer)
         return layer
 
     def _begin(self, module: nn.Module, inputs: tuple) -> None:
@@ -230,7 +235,7 @@ class LayerReport:
             depth: see :meth:`at_depth`; None shows each layer by itself.
         """
         layers = self.layers if depth is None else self.at_depth(depth)
-        rows = [_HEAD]
+        rows: list[tuple[str, ...]] = [_HEAD]
         for layer in [*layers, self.total()]:
             on_host = ", ".join(f"{count}× {name}" for name, count in layer.on_host.items())
             numbers = (layer.parameters, layer.operations.total(), layer.flops, layer.instructions)
@@ -318,7 +323,8 @@ def track(step: nn.Module | Callable, *inputs: Any, backward: bool = True) -> La
         result = step(*inputs)
         if is_module and backward:
             leaves = (leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
-            sum(leaf.sum() for leaf in leaves if leaf.requires_grad).backward()
+            # In one expression: a sum that is still held would be one of the step's results.
+            cast(Tensor, sum(leaf.sum() for leaf in leaves if leaf.requires_grad)).backward()
     for name, module in recorder.modules:
         own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
         if own:

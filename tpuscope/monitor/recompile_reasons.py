@@ -95,7 +95,7 @@ def find(
         key=lambda pair: (pair[0], pair[1].step),
         default=(0, None),
     )
-    if not alike:
+    if like is None or not alike:
         return Cause(CUT, graph.line, name) if graph.trigger == "read" else Cause(FIRST)
     found = list(differences(like, graph, harmless))
     if not found:
@@ -122,7 +122,7 @@ def differences(
         new: the graph in question.
         harmless: see :func:`find`.
     """
-    was, now = _numbered(old.calls or ()), _numbered(new.calls or ())
+    was, now = _numbered(old.calls), _numbered(new.calls)
     times_was, times_now = (Counter(key[:2] for key in keys) for keys in (was, now))
     named = set()  # calls and lines that have been reported
 
@@ -188,7 +188,7 @@ def _changed_result(old: Call, new: Call) -> Iterator[Cause]:
 
 
 def _trains(graph: Graph) -> bool:
-    return any(call.name == "backward" for call in graph.calls)
+    return any(call.name == "backward" for call in graph.calls or ())
 
 
 def _likeness(old: Graph, new: Graph, first: int) -> float:
@@ -208,11 +208,11 @@ def _likeness(old: Graph, new: Graph, first: int) -> float:
     return share if share >= enough else 0.0
 
 
-def _numbered(calls: Iterable[Call]) -> dict[tuple[str, Line | None, int], Call]:
+def _numbered(calls: Iterable[Call] | None) -> dict[tuple[str, Line | None, int], Call]:
     """Calls by name, line and how many of that name and line came before."""
     seen: Counter = Counter()
     result = {}
-    for call in calls:
+    for call in calls or ():
         place = (call.name, call.line)
         result[(*place, seen[place])] = call
         seen[place] += 1
@@ -261,7 +261,8 @@ def _part_of_graph(array: Array) -> str:
 def _results(old: tuple, new: tuple) -> tuple[str, str]:
     names = ("shape", "dtype", "device", "requires_grad")
     changed = [i for i in range(len(names)) if old[i] != new[i]]
-    return tuple(", ".join(f"{names[i]} {result[i]}" for i in changed) for result in (old, new))
+    was, now = (", ".join(f"{names[i]} {result[i]}" for i in changed) for result in (old, new))
+    return was, now
 
 
 def _label(call: Call, label: str) -> str:

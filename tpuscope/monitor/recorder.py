@@ -318,7 +318,9 @@ class Recorder(TorchFunctionMode):
         if not forward:
             return [None] * number
         total = sum(forward.values())
-        lines = [at for at, n in forward.items() for _ in range(max(1, n * number // total))]
+        lines: list[Line | None] = []
+        for at, n in forward.items():
+            lines += [at] * max(1, n * number // total)
         return (lines + lines[-1:] * number)[:number]
 
     def _ran(self, trigger: str, line: Line | None, compiled: int, name: str = "") -> Graph:

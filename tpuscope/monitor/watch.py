@@ -158,7 +158,8 @@ class Watch:
         if self._recorder and any(did.cache):
             inside = sum(c.count for c in self._recorder.compiled if c.step == self._recorder.step)
             graph = self._recorder.end_step(line, did.cache[1] - inside)
-        wait = did.metrics.get("DeviceLockWait", metrics.Metric()).total
+        # Only totals of a pasted report may be unknown.
+        wait = did.metrics.get("DeviceLockWait", metrics.Metric()).total or 0.0
         self.steps.append(
             Step(
                 number=len(self.steps) + 1,
@@ -167,8 +168,8 @@ class Watch:
                 launched=launched,
                 seconds=ended - self._step_began,
                 compilations=did.compilations,
-                compile_seconds=did.compile_seconds,
-                wait_seconds=wait + did.from_device.seconds,
+                compile_seconds=did.compile_seconds or 0.0,
+                wait_seconds=wait + (did.from_device.seconds or 0.0),
                 execute_seconds=0.0,
                 programs=max(sum(did.cache), did.repeated),
                 fallbacks=sum(did.fallbacks.values()),

@@ -10,7 +10,7 @@ between epochs. A single evaluation, as for published numbers, is not affected.
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, cast, get_args
 
 import numpy as np
 import torch
@@ -19,7 +19,8 @@ from torch import Tensor
 
 MATCH_DISTANCE = 3.0  # pixels between centroids, strictly less
 THRESHOLDS = torch.tensor([i / 10 for i in range(11)])
-DEFINITIONS = ("corrected", "official")
+Definition = Literal["corrected", "official"]
+DEFINITIONS: tuple[Definition, ...] = get_args(Definition)
 
 
 def regions(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -39,7 +40,8 @@ def regions(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         return labels, np.zeros(0, np.int64), np.zeros((0, 2))
     # Targets are small: only their common bounding box is searched.
     box = slice(rows[0], rows[-1] + 1), slice(columns[0], columns[-1] + 1)
-    found, count = label(mask[box], connectivity=2, return_num=True)
+    labelled = label(mask[box], connectivity=2, return_num=True)
+    found, count = cast(tuple[np.ndarray, int], labelled)
     labels[box] = found
     y, x = np.nonzero(found)
     of_pixel = found[y, x] - 1
@@ -79,10 +81,10 @@ class DetectionMetrics:
     def __init__(
         self,
         size: int | tuple[int, int],
-        definition: Literal["corrected", "official"] = "corrected",
+        definition: Definition = "corrected",
     ):
         self.size = tuple(size) if isinstance(size, Sequence) else (int(size), int(size))
-        self.definition = _checked(definition)
+        self.definition: Definition = _checked(definition)
         self.reset()
 
     def reset(self) -> None:
@@ -179,7 +181,7 @@ class DetectionMetrics:
         self.roc_true = torch.tensor(roc_true).long()
         self.roc_false = torch.tensor(roc_false).long()
 
-    def compute(self, definition: Literal["corrected", "official"] | None = None) -> dict:
+    def compute(self, definition: Definition | None = None) -> dict:
         """Return the metrics of all images so far.
 
         Args:
@@ -216,7 +218,7 @@ def _share(part: int, whole: int) -> float:
     return part / whole if whole else float("nan")
 
 
-def _checked(definition: str) -> str:
+def _checked(definition: Definition) -> Definition:
     if definition not in DEFINITIONS:
         raise ValueError(f"definition {definition!r}: choose one of {', '.join(DEFINITIONS)}")
     return definition

@@ -150,10 +150,12 @@ class _TwoConvolutions(torch.autograd.Function):
         both = torch.cat([one, F.pad(other, (left, left, top, top))], 0)
         gradient = torch.cat([of_one, of_other], 1)
         x = torch.cat(parts, 1)
-        kernels = conv2d_weight(x, both.shape, gradient, padding=(high, wide))
+        # torch declares the padding as one number; two are what conv2d takes.
+        pads = (high, wide)
+        kernels = conv2d_weight(x, both.shape, gradient, padding=pads)  # pyright: ignore[reportArgumentType]
         sizes = [part.shape[1] for part in parts]
         inputs = [
-            conv2d_input(part.shape, weight.contiguous(), gradient, padding=(high, wide))
+            conv2d_input(part.shape, weight.contiguous(), gradient, padding=pads)  # pyright: ignore[reportArgumentType]
             for part, weight in zip(parts, both.split(sizes, 1), strict=True)
         ]
         of_one, of_other = kernels.split([len(one), len(other)])

@@ -1,7 +1,6 @@
 """Evaluation of a split: the host counts one batch while the device computes the next."""
 
 from collections.abc import Callable, Iterator
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +10,7 @@ from tpuscope.progress import progress
 
 from ..data.bitmask import unpack
 from ..data.loader import EvaluationSet, FilledBatches
-from ..metrics import DetectionMetrics
+from ..metrics import Definition, DetectionMetrics
 from .backend import Backend, Step
 from .config import Config
 from .step import Normalize, evaluation_step
@@ -110,9 +109,7 @@ def protocol(config: Config, images: int, definition: str, epoch_choice: str) ->
     )
 
 
-def result_line(
-    metrics: DetectionMetrics, definition: Literal["corrected", "official"], conditions: str
-) -> str:
+def result_line(metrics: DetectionMetrics, definition: Definition, conditions: str) -> str:
     """Return one line for people: IoU, nIoU, Pd in percent, Fa in 1e-6, and the protocol."""
     result = metrics.compute(definition)
     return (

@@ -367,7 +367,7 @@ def _digest(state: dict[str, Tensor]) -> bytes:
     """Return the SHA-256 of a state_dict's values."""
     hashed = hashlib.sha256()
     for value in state.values():
-        hashed.update(value.contiguous().numpy())
+        hashed.update(value.contiguous().numpy().data)
     return hashed.digest()
 
 

@@ -77,7 +77,7 @@ def test_the_command_reports_in_json_and_answers_again_from_its_cache(
 
     code, output, _ = run(capsys, *flags)
     assert code == 0
-    assert "MSHNet, test step, batch 1, 16×16, bf16" in output
+    assert "MSHNet, evaluation step, batch 1, 16×16, bf16" in output
     assert "an earlier answer" in output and "MSHNet.decoder_0" in output
 
 

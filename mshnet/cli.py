@@ -1,7 +1,7 @@
 """The commands ``mshnet train|test|predict|check-data|doctor|aot|bench`` and main_tpu.py's flags.
 
 Exit codes: 0 done, 1 failed while running, 2 the request was wrong (one line says what to change),
-130 and 143 stopped by Ctrl-C and SIGTERM after saving.
+129, 130 and 143 stopped by SIGHUP, Ctrl-C and SIGTERM after saving.
 
 What computes (torch, the network, the data) is imported by the functions that need it, so that
 ``--help``, ``--version`` and argument errors answer at once.
@@ -69,8 +69,8 @@ examples:
 
 Without --dataset-dir it trains on built-in synthetic scenes. A run leaves config.json,
 metrics.jsonl, weight.pkl (best), checkpoint.pkl (last), curves.png and examples.png in its folder.
-exit codes: 0 done, 1 failed while running, 2 the request was wrong, 130 and 143 stopped by Ctrl-C
-and SIGTERM after saving."""
+exit codes: 0 done, 1 failed while running, 2 the request was wrong, 129, 130 and 143 stopped by
+SIGHUP, Ctrl-C and SIGTERM after saving."""
 
 
 class _Bench(Parser):

@@ -319,8 +319,8 @@ def track(step: nn.Module | Callable, *inputs: Any, backward: bool = True) -> La
         if is_module and backward:
             leaves = (leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
             total: Any = sum(leaf.sum() for leaf in leaves if leaf.requires_grad)
-            if isinstance(total, Tensor):
-                total.backward()
+            total.backward()
+            del total  # or it would be a result of the traced program
     for name, module in recorder.modules:
         own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
         if own:

@@ -456,7 +456,7 @@ def test_requests_during_a_copy_return_at_once_and_make_one_more_copy(
     assert began.wait(60)
     for number in range(5):
         put(run, weight=b"best %d" % number, checkpoint=newest(number))
-        one.request()  # would wait for ever if it waited for the copy
+        one.request()  # would wait without end if it waited for the copy
     assert placed.names == ["config.json"]
     go_on.set()
     eventually(lambda: len(passes) == 2, "the requests were forgotten")

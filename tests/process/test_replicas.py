@@ -90,7 +90,7 @@ def fail_alone(replicas, folder):
     replicas.gather(torch.zeros(1))
     if replicas.ordinal == 1:
         raise ValueError("the third image is too green")
-    replicas.gather(torch.zeros(1))  # waits for replica 1 for ever
+    replicas.gather(torch.zeros(1))  # waits for replica 1, which never comes
 
 
 def test_one_that_raises_ends_all_and_is_the_one_that_is_heard(tmp_path):

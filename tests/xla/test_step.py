@@ -152,7 +152,7 @@ def test_on_a_tpu_a_folded_block_moves_a_fraction_of_the_bytes(xla):
 
 
 def test_under_xla_the_lanes_have_the_textbook_s_gradients(xla):
-    """A maximum has its gradient also where the compiler computes its map anew."""
+    """A maximum has its gradient also where the compiler computes its map a second time."""
     images = torch.rand(2, 3, 16, 16)
     gradients = {}
     for fold in (0, 1, 8):

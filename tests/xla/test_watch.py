@@ -1,4 +1,4 @@
-"""The report names what breaks a step, with line and cause, and is silent when it is mended."""
+"""The report names what breaks a step, with line and cause, and is silent when it is fixed."""
 
 import json
 import os
@@ -113,11 +113,11 @@ def test_a_python_number_baked_into_the_graph_is_named_with_both_values(xla):
     verdict = verdict_of(w)
     assert "argument 1 of pow" in verdict and line_of("power") in verdict
     assert "was 2.0 and became 2.5 at step 3 (then 3.5; 2 compilations)" in verdict
-    mended = Small(xla)
-    powers = [torch.tensor([p]).to(mended.device) for p in (2.0, 2.5, 3.5)]
+    fixed = Small(xla)
+    powers = [torch.tensor([p]).to(fixed.device) for p in (2.0, 2.5, 3.5)]
     with watch() as w:
         for power in powers:
-            mended.step(power=power)
+            fixed.step(power=power)
             torch_xla.sync()
     assert w.report().fine and w.report().compilations == 1, str(w.report())
 
@@ -296,9 +296,9 @@ def test_a_fallback_of_the_backward_pass_is_named_with_its_forward_line(xla):
     verdict = verdict_of(w)
     assert verdict.startswith("upsample_bilinear2d_backward ran on the host 2 times (1 a step)")
     assert line_of("forward") in verdict and "(the forward line)" in verdict
-    mended = Small(xla, [nn.ConvTranspose2d(2, 2, 2, stride=2)])
+    fixed = Small(xla, [nn.ConvTranspose2d(2, 2, 2, stride=2)])
     with watch() as w:
-        mended.step()
+        fixed.step()
         torch_xla.sync()
     assert w.report().fallbacks == 0
 

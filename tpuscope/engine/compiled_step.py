@@ -35,7 +35,7 @@ class CompiledStep:
     Losses, weights and optimizer state equal to the bit those of ``step(*batch)`` followed by
     ``torch_xla.sync()``. Whenever a repeated program would not give them, the step is traced:
 
-    * Random numbers on the device (Dropout) are drawn anew in every call.
+    * Random numbers on the device (Dropout) are new in every call.
     * A Python value that the step reads has changed: a learning rate, a beta, a module's
       ``training``, a closure's variable (:class:`tpuscope.engine.host_values.HostValues` says which
       are noticed). The new value costs two traced steps; up to 8 programs are kept, so a value that

@@ -27,7 +27,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import TensorWeakRef
 
 from ..engine import _private, lazy_graph
-from ..tables import table as columns
+from ..tables import table
 
 OUTSIDE = "(step)"  # operations that no module and no optimizer called
 GRADIENT = "/grad"  # ends the name of a layer whose gradient is computed
@@ -247,7 +247,7 @@ class LayerReport:
             numbers = (layer.parameters, layer.operations.total(), layer.flops, layer.instructions)
             cells = ("–" if number is None else f"{number:,}" for number in numbers)
             rows.append((layer.name, layer.result, *cells, on_host or "–"))
-        return columns(rows, "<<>>>><")
+        return table(rows, "<<>>>><")
 
     def as_dict(self) -> dict[str, dict]:
         """Return plain values, by the layers' names."""

@@ -661,7 +661,7 @@ def train(model, optimizer, steps):
 
 def keep(model, optimizer, step):
     content = {"net": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-    content |= {"host_rng": torch.get_rng_state(), "device_rng": backend.rng_state()}
+    content |= {"host_rng": torch.get_rng_state(), "device_rng": xm.get_rng_state()}
     checkpoint.save(checkpoint.to_host(content), kept)
 
 
@@ -670,7 +670,7 @@ def go_on():
     model.load_state_dict(content["net"])
     optimizer = backend.prepare(model, make_optimizer, content["optimizer"])
     torch.set_rng_state(content["host_rng"])
-    backend.set_rng_state(content["device_rng"])
+    xm.set_rng_state(content["device_rng"])  # after the last sync before the first step
     return model, optimizer, content["step"]
 
 

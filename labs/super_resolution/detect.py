@@ -260,12 +260,12 @@ def run(
     """
     folder.mkdir(parents=True, exist_ok=True)
     _claim(folder / "experiment.json", experiment)
-    log = folder / RESULTS
-    rows = [json.loads(text) for text in log.read_text().splitlines()] if log.exists() else []
+    path = folder / RESULTS
+    rows = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
     for seed in range(experiment.sr.seed, experiment.sr.seed + seeds):
         if not any(row["seed"] == seed for row in rows):
             new = run_seed(experiment, backend, folder, seed, log)
-            with open(log, "a") as file:
+            with open(path, "a") as file:
                 file.writelines(f"{json.dumps(row)}\n" for row in new)
             rows += new
     return rows

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import termios
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -219,8 +220,12 @@ def truncate(path):
 
 
 def flip(path):
+    """Flip a bit of the largest tensor; one between the members would change no number."""
+    with zipfile.ZipFile(path) as archive:
+        largest = max(archive.infolist(), key=lambda member: member.file_size)
+        numbers = archive.read(largest)
     content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
+    content[content.index(numbers) + len(numbers) // 2] ^= 1
     path.write_bytes(content)
 
 

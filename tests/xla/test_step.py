@@ -166,4 +166,4 @@ def test_under_xla_the_lanes_have_the_textbook_s_gradients(xla):
     for fold in (1, 8):
         for name, expected in gradients[0].items():
             off = (gradients[fold][name] - expected).norm()
-            assert off <= 1e-2 * expected.norm() + 1e-6, (fold, name)  # 2 images of 16×16
+            assert off <= 2e-2 * expected.norm() + 1e-6, (fold, name)  # 2 images of 16×16

@@ -19,7 +19,7 @@ import numpy as np
 
 from tpuscope.aot import hlo
 from tpuscope.errors import RequestError
-from tpuscope.monitor.layers import columns
+from tpuscope.tables import table
 
 from .programs import dumping
 from .text import up_to
@@ -62,7 +62,7 @@ def side_by_side(programs: dict[str, Counter]) -> str:
     """Return the operations of several programs as a table, a column for each program."""
     kinds = sorted(set().union(*programs.values()))
     rows = [(kind, *(str(count[kind] or "–") for count in programs.values())) for kind in kinds]
-    return columns([("", *programs), *rows], "<" + ">" * len(programs))
+    return table([("", *programs), *rows], "<" + ">" * len(programs))
 
 
 def torch_linears(
@@ -151,7 +151,7 @@ def comparison(ours: dict[str, Effort], theirs: dict[str, Effort]) -> str:
         (name, *(str(n) for e in (ours[name], theirs[name]) for n in vars(e).values()))
         for name in ours
     ]
-    return columns([*head, *rows], "<>>>>>>")
+    return table([*head, *rows], "<>>>>>>")
 
 
 def _torch_side(command: str, given: dict) -> Any:

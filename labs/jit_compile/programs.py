@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from tpuscope.figure import Picture
-from tpuscope.monitor.layers import columns
+from tpuscope.tables import table as aligned
 
 DUMP = "--xla_dump_to"
 COLOURS = ("#ff453a", "#ff9f0a", "#0a84ff")
@@ -115,7 +115,7 @@ def table(rows: Sequence[tuple[str, Call]]) -> str:
     """Return calls as lines: name, traced, compiled, milliseconds."""
     head = ("", "traced", "compiled", "ms")
     body = [(n, str(c.traced), str(c.compiled), f"{1e3 * c.seconds:.1f}") for n, c in rows]
-    return columns([head, *body], "<>>>")
+    return aligned([head, *body], "<>>>")
 
 
 def bars(ways: dict[str, Sequence[Call]], groups: Sequence[str]) -> Picture:

@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 
 from tpuscope import watch
 from tpuscope.figure import Picture
-from tpuscope.monitor.layers import LayerReport, columns
+from tpuscope.monitor.layers import LayerReport
 from tpuscope.monitor.watch import Report
+from tpuscope.tables import table as aligned
 
 from .ways import Way, forward, generate
 
@@ -63,7 +64,7 @@ def table(runs: Iterable[Run]) -> str:
         counts = (str(n) for n in (run.tokens, report.compilations, report.host_reads))
         times = f"{report.seconds:.2f}", f"{1e3 * report.seconds / run.tokens:.1f}"
         rows.append((run.way, repr(run.prompt), *counts, *times))
-    return columns(rows, "<<>>>>>")
+    return aligned(rows, "<<>>>>>")
 
 
 def time_per_token(runs: Sequence[Run]) -> Picture:
@@ -142,7 +143,7 @@ def operations(host: LayerReport, device: LayerReport) -> str:
         left = ", ".join(there[name]["on_host"]) or "–"
         counts = str(here.total()), str(other.total())
         rows.append((name, *counts, ", ".join(changes) or "the same", left))
-    return columns(rows, "<>><<")
+    return aligned(rows, "<>><<")
 
 
 def _kinds(operations: dict[str, int]) -> Counter[str]:

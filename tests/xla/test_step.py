@@ -153,7 +153,7 @@ def test_on_a_tpu_a_folded_block_moves_a_fraction_of_the_bytes(xla):
 
 def test_under_xla_the_lanes_have_the_textbook_s_gradients(xla):
     """A maximum has its gradient also where the compiler computes its map a second time."""
-    images = torch.rand(2, 3, 16, 16)
+    images = torch.rand(4, 3, 32, 32)  # fewer values a map make batch norm chaotic
     gradients = {}
     for fold in (0, 1, 8):
         run = Run(xla, fold)
@@ -166,4 +166,4 @@ def test_under_xla_the_lanes_have_the_textbook_s_gradients(xla):
     for fold in (1, 8):
         for name, expected in gradients[0].items():
             off = (gradients[fold][name] - expected).norm()
-            assert off <= 2e-2 * expected.norm() + 1e-6, (fold, name)  # 2 images of 16×16
+            assert off <= 1e-2 * expected.norm() + 1e-6, (fold, name)

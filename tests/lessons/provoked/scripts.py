@@ -399,12 +399,13 @@ def too_large_for_the_tpu():
     import torch
 
     from tpuscope import aot
+    from tpuscope.aot import hlo
 
     def step(x):
         return (x[:, None] - x[None, :]).sort(0).values[0]
 
-    refused = aot._refused
-    aot._refused = lambda message, about: print(message) or refused(message, about)
+    refusal = hlo.refusal
+    hlo.refusal = lambda message: print(message) or refusal(message)
     print(aot.compile(step, [torch.ones(1 << 16)], use_cache=False).table())
 
 

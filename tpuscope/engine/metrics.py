@@ -49,7 +49,7 @@ class Transfers:
 
 @dataclass(frozen=True)
 class Counters:
-    """The three numbers of a training log.
+    """Compilations, host fallbacks and host reads, as a log keeps them.
 
     Attributes:
         compilations: programs compiled.
@@ -186,7 +186,7 @@ class Counts:
         return Transfers(max(time.samples, data.samples), time.total, data.total)
 
     def brief(self) -> Counters:
-        """Return the numbers of a training log."""
+        """Return the counters that a log keeps."""
         return Counters(self.compilations, sum(self.fallbacks.values()), self.host_reads)
 
 

@@ -1,6 +1,7 @@
 """Fixtures and settings of all tests."""
 
 import os
+import signal
 import struct
 import zlib
 from collections.abc import Callable
@@ -13,6 +14,11 @@ from PIL import Image
 
 # Small tensors gain nothing from more threads, and the workers of pytest-xdist share the cores.
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+
+# Under nohup, as in many CI systems, SIGHUP is ignored, and every process that a test starts
+# inherits that. A run leaves an ignored signal ignored; the tests are about the others.
+if hasattr(signal, "SIGHUP"):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_runtest_setup() -> None:

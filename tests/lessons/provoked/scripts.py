@@ -54,7 +54,9 @@ def tiny_scenes(name="scenes"):
 # --- the TPU is not found ------------------------------------------------------------------------
 
 
-@script(PJRT_DEVICE="TPU", TPU_SKIP_MDS_QUERY="1")  # or it asks for a metadata server for minutes
+# Without the first it asks for a metadata server for minutes; without the second, another process
+# that has loaded libtpu at the moment gives another message.
+@script(PJRT_DEVICE="TPU", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
 def no_tpu():
     import torch_xla
 

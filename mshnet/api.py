@@ -73,7 +73,7 @@ def train(overrides: dict, resume: str | None = None, log: Log = print) -> dict:
     with signals(log) as stop_requested:
         config, checkpoint_path, state = settings(overrides, resume, log)
         # Cheap checks first, so that a typing error is reported before a device is opened.
-        place = resolve_device(config.device, config.num_cores, config.strategy)
+        place = resolve_device(config.device, config.num_cores, config.strategy, config.engine)
         if state is None:
             config = _with_batch_size(config, overrides, log)
         config.require_even_shares(config.num_cores)
@@ -244,7 +244,7 @@ def test(overrides: dict, log: Log = print) -> dict:
         RequestError: the request cannot be fulfilled.
     """
     config = _for_weights(overrides, "the weights to evaluate")
-    resolve_device(config.device, config.num_cores)
+    resolve_device(config.device, config.num_cores, engine=config.engine)
     config = _with_batch_size(config, overrides, log)
     config.require_even_shares(config.num_cores)
     model, full = _model(config, overrides["weight_path"])
@@ -350,7 +350,12 @@ def _backend(
     config: Config, log: Log, replica: replicas.Replicas | None = None
 ) -> backends.Backend:
     backend = backends.make_backend(
-        config.device, config.num_cores, config.precision, config.compile_cache, replica
+        config.device,
+        config.num_cores,
+        config.precision,
+        config.compile_cache,
+        replica,
+        config.engine,
     )
     config.require_even_shares(backend.cores)  # with several hosts, more than num_cores
     log(f"device: {backend.label}, {config.precision}")

@@ -1,6 +1,7 @@
 """Values that flags can take. Imports nothing, so that ``--help`` does not wait for torch."""
 
 DEVICES = ("auto", "tpu", "cuda", "cpu")
+ENGINES = ("auto", "torch_xla", "torch_tpu")  # of the device tpu
 PRECISIONS = ("fp32", "bf16")
 STRATEGIES = ("spmd", "launch")
 CACHES = ("ram", "disk", "none")

@@ -20,7 +20,7 @@ from tpuscope.cli import Parser, run
 from tpuscope.errors import RequestError
 from tpuscope.version import __version__
 
-from .choices import CACHES, DEVICES, PHASES, PRECISIONS, STRATEGIES
+from .choices import CACHES, DEVICES, ENGINES, PHASES, PRECISIONS, STRATEGIES
 from .doctor import add_flags as doctor_flags
 from .training.config import MOST_WORKERS, Config, default_workers
 
@@ -307,6 +307,14 @@ def _add_device_flags(parser: argparse.ArgumentParser, cores: bool = True) -> No
         default=argparse.SUPPRESS,
         help="same as --device tpu; with PJRT_DEVICE=CPU set, XLA on the CPU",
     )
+    _add(
+        parser,
+        "engine",
+        "what computes on a TPU: torch_xla (2.9, Colab's) or torch_tpu (TorchTPU, its successor); "
+        "auto takes the one that is installed",
+        kind=str,
+        choices=ENGINES,
+    )
     if cores:
         _add(parser, "num_cores", "TPU cores of this machine; with PJRT_DEVICE=CPU, virtual ones")
     _add(parser, "precision", "bf16 is autocast", kind=str, choices=PRECISIONS)
@@ -368,8 +376,9 @@ def _computing(args: argparse.Namespace) -> dict:
     from .training.malloc import keep_freed_memory
 
     overrides = _overrides(args)
+    engine = overrides.get("engine", "auto")
     with contextlib.suppress(RequestError):  # reported where the whole request is known
-        if resolve_device(overrides.get("device", "auto")) == "cpu":
+        if resolve_device(overrides.get("device", "auto"), engine=engine) == "cpu":
             keep_freed_memory()
     return overrides
 

@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 
+from .engine import autoload
 from .errors import Failed, RequestError, printable
 from .version import __version__
 
@@ -47,6 +48,7 @@ def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # not every terminal can show "×" or any file name
             stream.reconfigure(errors="backslashreplace")
+    autoload.switch_off()
     args = argparse.Namespace()
     try:
         parser.parse_args(argv, args)

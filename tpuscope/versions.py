@@ -11,6 +11,8 @@ JAX = "0.7.2"  # and of jaxlib: brings the interface to the TPU's compiler
 # torch_xla[tpu] pins libtpu 0.0.21, which has no wheel for Python 3.13; Colab has 0.0.21.1 there.
 LIBTPU, LIBTPU_313 = "0.0.21", "0.0.21.1"
 CLOUD_TPU_CLIENT = "0.10"
+TORCH_TPU = "0.2.0"  # the successor; never in one environment with torch_xla
+TORCH_OF_TORCH_TPU = ((2, 11), (2, 15))  # oldest and newest torch that it has binaries for
 
 
 def libtpu(python: tuple[int, ...] = sys.version_info[:2]) -> str:
@@ -26,6 +28,12 @@ def pair() -> str:
 def install_torch_xla() -> str:
     """Return the command that installs the pair."""
     return f"pip install {pair()}"
+
+
+def install_torch_tpu() -> str:
+    """Return the command that installs TorchTPU and the newest torch it is built for."""
+    newest = ".".join(map(str, TORCH_OF_TORCH_TPU[1]))
+    return f"pip install torch=={newest}.* torch_tpu=={TORCH_TPU}"
 
 
 def install_jax() -> str:

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from tpuscope.engine import torch_tpu
 from tpuscope.engine import torch_xla as runtime
 from tpuscope.engine.compiled_step import CompiledStep
+from tpuscope.engine.fx_step import FxStep
 from tpuscope.engine.replicas import Replicas
 from tpuscope.engine.spmd import DataMesh
 from tpuscope.engine.torch_xla import Counters
@@ -246,6 +248,36 @@ class XlaBackend(Backend):
         runtime.set_rng_state(value)
 
 
+class TorchTpuBackend(Backend):
+    """One device of TorchTPU; each step is one program."""
+
+    memory_format = torch.preserve_format  # XLA chooses layouts itself
+
+    def __init__(self, precision: str = "fp32"):
+        super().__init__(torch_tpu.device(), torch_tpu.describe(), precision)
+
+    def default_fold(self, config: Config) -> int:
+        if config.space_to_depth is not None:
+            return config.space_to_depth
+        # 1 at least: torch_tpu loses the statistics of PyTorch's batch norm.
+        return 1 if torch_tpu.on_cpu() else model_tpu.default_fold(config.batch_size)
+
+    def compile_step(
+        self, step: Step, state: Iterable[Tensor], optimizers: Sequence[Optimizer] = ()
+    ) -> Step:
+        state = list(state)
+        on_device = [tensor for tensor in state if tensor.device.type == "tpu"]
+        on_host = [tensor for tensor in state if tensor.device.type == "cpu"]
+        return FxStep(step, on_device, on_host, optimizers)
+
+    def counters(self) -> Counters:
+        return torch_tpu.counters()
+
+    def seed(self, value: int) -> None:
+        super().seed(value)
+        torch_tpu.seed(value)
+
+
 class SpmdBackend(XlaBackend):
     """All cores of all hosts as one device: the batch is split, everything else replicated."""
 
@@ -385,6 +417,7 @@ def make_backend(
     precision: str = "fp32",
     compile_cache: str | None = None,
     replicas: Replicas | None = None,
+    engine: str = "auto",
 ) -> Backend:
     """Open the device of a request and return its backend.
 
@@ -393,6 +426,7 @@ def make_backend(
         num_cores: cores of this machine to train on.
         precision: ``"fp32"`` or ``"bf16"`` (autocast).
         compile_cache: folder for compiled programs; XLA only.
+        engine: of the device ``"tpu"``, see :func:`.devices.resolve_device`.
         replicas: this process's, if :func:`tpuscope.engine.replicas.launch` started it.
 
     Raises:
@@ -402,7 +436,9 @@ def make_backend(
         if compile_cache:  # torch_xla writes a program's file in place: each replica has its own
             compile_cache = str(Path(compile_cache) / f"replica-{replicas.ordinal}")
         return ReplicaBackend(replicas, precision, compile_cache)
-    place = resolve_device(device, num_cores)
+    place = resolve_device(device, num_cores, engine=engine)
+    if place.startswith("torch_tpu:"):
+        return TorchTpuBackend(precision)
     if place.startswith("xla:"):
         if compile_cache:
             require_writable("--compile-cache", Path(compile_cache))

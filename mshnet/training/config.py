@@ -7,7 +7,7 @@ from typing import Any
 
 from tpuscope.errors import RequestError
 
-from ..choices import CACHES, DEVICES, FOLDS, PRECISIONS, STRATEGIES
+from ..choices import CACHES, DEVICES, ENGINES, FOLDS, PRECISIONS, STRATEGIES
 
 MOST_WORKERS = 10  # that a run takes by default
 
@@ -57,6 +57,7 @@ class Config:
     base_size: int = 256  # pixels; scale of the augmentation, and size of evaluation images
     crop_size: int = 256  # pixels; size of training samples
     device: str = "auto"
+    engine: str = "auto"  # of the device tpu
     num_cores: int = 1  # of this machine
     strategy: str = "spmd"  # how several cores share the work
     precision: str = "fp32"
@@ -101,6 +102,7 @@ class Config:
                 self._refuse(name, f"must be a multiple of 16, for example {near}", "not-multiple")
         for name, choices in (
             ("device", DEVICES),
+            ("engine", ENGINES),
             ("precision", PRECISIONS),
             ("strategy", STRATEGIES),
             ("cache", CACHES),

@@ -2,6 +2,7 @@
 
 import torch
 
+from tpuscope.engine import cpu_plugin, torch_tpu
 from tpuscope.engine import torch_xla as runtime
 from tpuscope.errors import RequestError
 
@@ -10,7 +11,9 @@ WHERE_EIGHT = (
 )
 
 
-def resolve_device(device: str = "auto", num_cores: int = 1, strategy: str = "spmd") -> str:
+def resolve_device(
+    device: str = "auto", num_cores: int = 1, strategy: str = "spmd", engine: str = "auto"
+) -> str:
     """Return where a request will run; nothing is opened.
 
     Args:
@@ -18,13 +21,29 @@ def resolve_device(device: str = "auto", num_cores: int = 1, strategy: str = "sp
             ``PJRT_DEVICE=CPU`` set, ``"tpu"`` means XLA on the CPU.
         num_cores: cores of this machine to train on.
         strategy: ``"spmd"`` or ``"launch"``.
+        engine: of the device ``"tpu"``: ``"torch_xla"``, ``"torch_tpu"`` or ``"auto"``, the one
+            that is installed.
 
     Returns:
-        ``"xla:TPU"``, ``"xla:CPU"``, ``"cuda"`` or ``"cpu"``.
+        ``"xla:TPU"``, ``"xla:CPU"``, ``"torch_tpu:TPU"``, ``"torch_tpu:CPU"``, ``"cuda"`` or
+        ``"cpu"``.
 
     Raises:
         RequestError: the device is not there, or has fewer cores.
     """
+    if engine == "torch_tpu" and device in ("cpu", "cuda"):
+        raise RequestError(
+            f"--engine torch_tpu --device {device}: the engine is that of the device tpu; leave "
+            "one of the two out",
+            "engine",
+        )
+    if engine == "auto":
+        engine = "torch_tpu" if torch_tpu.installed() else "torch_xla"
+    if engine == "torch_tpu" and device in ("auto", "tpu"):
+        platform = _torch_tpu_platform(device, num_cores)
+        if platform:
+            return f"torch_tpu:{platform}"
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         # --device cpu and cuda never ask torch_xla: they are the way out where it is broken.
         chips = runtime.tpu_chips() if device in ("auto", "tpu") else 0
@@ -51,16 +70,40 @@ def resolve_device(device: str = "auto", num_cores: int = 1, strategy: str = "sp
     return device
 
 
+def _torch_tpu_platform(device: str, num_cores: int) -> str | None:
+    """Return where TorchTPU will run, None if ``"auto"`` finds no TPU for it."""
+    chips = torch_tpu.tpu_chips()
+    if device == "auto" and not chips:
+        return None
+    torch_tpu.require()
+    on_cpu = torch_tpu.on_cpu()
+    if on_cpu:
+        cpu_plugin.path()
+    elif not chips:
+        raise _no_tpu()
+    if num_cores > 1:
+        raise _cores(
+            num_cores,
+            "TorchTPU has one process for each device; leave the flag out and start the line with "
+            f"`torchrun --nproc-per-node {num_cores}`",
+        )
+    return "CPU" if on_cpu else "TPU"
+
+
+def _no_tpu() -> RequestError:
+    return RequestError(
+        "--use-tpu: this machine has no TPU. In Colab: Runtime > Change runtime type > "
+        "v5e-1 TPU; on Kaggle: Settings > Accelerator > TPU v5e-8. To run XLA on the CPU "
+        "instead, set PJRT_DEVICE=CPU",
+        "no-device",
+    )
+
+
 def _platform(chips: int, num_cores: int) -> str:
     runtime.require_matching_versions()
     on_cpu = runtime.requested_platform() == "CPU"
     if not chips and not on_cpu:
-        raise RequestError(
-            "--use-tpu: this machine has no TPU. In Colab: Runtime > Change runtime type > "
-            "v5e-1 TPU; on Kaggle: Settings > Accelerator > TPU v5e-8. To run XLA on the CPU "
-            "instead, set PJRT_DEVICE=CPU",
-            "no-device",
-        )
+        raise _no_tpu()
     platform = "CPU" if on_cpu else "TPU"
     possible = runtime.possible_cores(platform)
     if num_cores > max(possible):

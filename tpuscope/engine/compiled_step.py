@@ -7,7 +7,6 @@ the second to check that it is the first again. After them the compiled program 
 present state, the next batch and the next random seed.
 """
 
-import random
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from torch.utils.weak import TensorWeakRef
 
 from . import _private, lazy_graph
 from . import torch_xla as runtime
-from .host_values import HostValues
+from .host_values import HostValues, host_random_state, modes
 from .lines import Line, caller
 
 _KEPT = 8  # programs of one batch shape, for different Python values
@@ -85,7 +84,7 @@ class CompiledStep:
         """Dispatch one step; nothing is left to be computed by the next ``torch_xla.sync()``."""
         if self._refused:
             return self._traced_only(batch)
-        key = (_modes(), *((t.shape, t.dtype, t.requires_grad) for t in batch))
+        key = (modes("xla"), *((t.shape, t.dtype, t.requires_grad) for t in batch))
         programs = self._programs.setdefault(key, [])
         program = next((p for p in reversed(programs) if p.fits(self._state, batch)), None)
         if program is None and programs and self._keeps_changing(programs[-1], batch):
@@ -155,14 +154,14 @@ class CompiledStep:
         seed = _sync_within_step()  # what is pending now is no part of the step
         inputs = _Inputs(self._state, batch)
         counted = [t.clone() for t in self._counted]
-        host = _host_random_state()
+        host = host_random_state()
         with _Calls() as calls:
             results = self._step(*batch)
         program = _Program(self._state, batch, results, inputs, calls)
         program.traces = before.traces + 1 if before else 1
         self.fallback_reason = (
             calls.fault
-            or ("the step draws random numbers on the host" if host != _host_random_state() else "")
+            or ("the step draws random numbers on the host" if host != host_random_state() else "")
             or program.fault()
             or self._own_change(before)
             or program.unlike(before)
@@ -189,16 +188,6 @@ class CompiledStep:
         return made
 
 
-def _modes() -> tuple:
-    """Return PyTorch's modes that change what is traced."""
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("xla") and torch.get_autocast_dtype("xla"),
-        torch.get_default_dtype(),
-    )
-
-
 def _sync_within_step() -> int:
     """Sync, but let random numbers continue as if nothing had been cut here.
 
@@ -215,14 +204,6 @@ def _sync_within_step() -> int:
 def _continue_from(seed: int | None) -> None:
     if seed is not None:
         runtime.set_rng_state(seed)
-
-
-def _host_random_state() -> tuple:
-    """Return the states of the host's global random generators."""
-    numpy = sys.modules.get("numpy.random")
-    of_numpy = numpy.get_state(legacy=False)["state"] if numpy else {}
-    state = [v.tobytes() if hasattr(v, "tobytes") else v for v in of_numpy.values()]
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), state
 
 
 def _ran() -> tuple[int, ...]:

@@ -5,6 +5,7 @@ and finds out in a fraction of a millisecond whether one has changed.
 """
 
 import functools
+import random
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +20,24 @@ from .lines import is_installed, is_library
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _LARGEST = 1000  # entries of a container that are looked at
 _MISSING = object()
+
+
+def modes(device: str) -> tuple:
+    """Return PyTorch's modes that change what a step computes on a device type."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
+        torch.get_default_dtype(),
+    )
+
+
+def host_random_state() -> tuple:
+    """Return the states of the host's global random generators."""
+    numpy = sys.modules.get("numpy.random")
+    of_numpy = numpy.get_state(legacy=False)["state"] if numpy else {}
+    state = [v.tobytes() if hasattr(v, "tobytes") else v for v in of_numpy.values()]
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), state
 
 
 class _Slot(NamedTuple):

@@ -3,6 +3,7 @@
 # make test-fast   lint, and the tests that need no XLA: under two minutes
 # make test        lint, types, and everything but the labs (TIERS="xla unit" runs some)
 # make test-labs   the labs 10 to 13, in their own environment (CI runs both)
+# make test-torchtpu  TorchTPU's device on XLA:CPU, in its own environment (CI runs it, too)
 # make lint        format the code, and fix what can be fixed
 # make types       check the types of both packages
 # make notebooks   write notebooks/*.ipynb from notebooks/*.py, and run those that changed
@@ -16,6 +17,7 @@ PYTHON ?= $(shell sh tools/find_python.sh)
 VENV := .venv
 BIN := $(VENV)/bin
 LABS := .venv-labs
+TORCHTPU := .venv-torchtpu
 # uv installs torch's several GB of CUDA packages many times faster than pip.
 INSTALL := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints/colab-tpu.txt
 
@@ -32,7 +34,7 @@ PYTEST := OMP_NUM_THREADS=1 $(XLA_ON_CPU) $(BIN)/python -m pytest -n $(WORKERS)
 TIERS ?= lessons process xla unit
 SOLVED := $(if $(filter lessons,$(TIERS)),solved)
 
-.PHONY: demo lessons test test-fast test-labs tiers check types notebooks site colab lint clean
+.PHONY: demo lessons test test-fast test-labs test-torchtpu tiers check types notebooks site colab lint clean
 
 demo: $(VENV)/.base
 	PJRT_DEVICE=CPU $(BIN)/python main_tpu.py --use-tpu --epochs 12 --warm-epoch 3 --batch-size 8 \
@@ -62,6 +64,11 @@ test-labs: $(LABS)/.labs
 	$(QUICKLY) $(LABS)/bin/python -m pytest --nbmake --overwrite solved-labs --nbmake-timeout=900 --durations=4
 	$(LABS)/bin/python tools/notebooks.py --warnings solved-labs
 
+# Without the autoload: `import torch` would ask for a TPU, for minutes where there is none.
+test-torchtpu: $(TORCHTPU)/.torchtpu
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 TPU_SKIP_MDS_QUERY=1 $(QUICKLY) \
+		$(TORCHTPU)/bin/python -m pytest tests/torchtpu --durations=5
+
 # As a reader has it: with the compiler's optimiser on.
 notebooks: $(VENV)/.test $(LABS)/.labs
 	$(BIN)/python tools/notebooks.py --only lessons
@@ -86,7 +93,7 @@ types: $(VENV)/.test
 	$(BIN)/pyright
 
 clean:
-	rm -rf $(VENV) $(LABS) .venv-colab build solved solved-labs *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LABS) $(TORCHTPU) .venv-colab build solved solved-labs *.egg-info .pytest_cache .ruff_cache .hypothesis
 
 $(BIN)/uv:
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 to 3.13 with venv was found; install one (Debian: apt install python3-venv) or give PYTHON=/path/to/python"; exit 2; }
@@ -109,6 +116,12 @@ $(LABS)/.labs: $(BIN)/uv pyproject.toml constraints/colab-tpu.txt
 	$(BIN)/uv pip install --quiet --python $(LABS)/bin/python --constraint constraints/colab-tpu.txt --editable '.[labs]'
 	# torch_xla's package holds an older torchax: the one that is installed last is found.
 	$(BIN)/uv pip install --quiet --python $(LABS)/bin/python --constraint constraints/colab-tpu.txt --reinstall-package torchax --editable '.[labs]'
+	@touch $@
+
+# The newest torch: no constraints of Colab's hold here.
+$(TORCHTPU)/.torchtpu: $(BIN)/uv pyproject.toml
+	"$(PYTHON)" -m venv --clear $(TORCHTPU)
+	$(BIN)/uv pip install --quiet --python $(TORCHTPU)/bin/python --editable '.[torchtpu,pytest]'
 	@touch $@
 
 $(VENV)/.jupyter: $(BIN)/uv pyproject.toml constraints/colab-tpu.txt

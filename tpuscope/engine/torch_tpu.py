@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import os
 import platform
+import warnings
 from importlib import metadata
 
 import torch
@@ -148,4 +149,6 @@ def require_batch_norm(model: nn.Module) -> None:
 
 def seed(value: int) -> None:
     """Seed the device's random numbers."""
-    torch.tpu.manual_seed(value)  # pyright: ignore[reportAttributeAccessIssue]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*ApiStage")  # "experimental"
+        torch.tpu.manual_seed(value)  # pyright: ignore[reportAttributeAccessIssue]

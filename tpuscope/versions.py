@@ -12,6 +12,10 @@ JAX = "0.7.2"  # and of jaxlib: brings the interface to the TPU's compiler
 LIBTPU, LIBTPU_313 = "0.0.21", "0.0.21.1"
 CLOUD_TPU_CLIENT = "0.10"
 
+# The newest compiler that was tried, for an environment of its own: it takes Python 3.12 or newer,
+# and does not go with torch_xla.
+NEWEST_JAX, NEWEST_LIBTPU = "0.12.0.1", "0.0.52"
+
 
 def libtpu(python: tuple[int, ...] = sys.version_info[:2]) -> str:
     """Return the libtpu version that has a wheel for this Python."""
@@ -36,3 +40,8 @@ def install_jax() -> str:
 def install_compiler(python: tuple[int, ...] = sys.version_info[:2]) -> str:
     """Return the command that installs the TPU's compiler."""
     return f"{install_jax()} libtpu=={libtpu(python)}"
+
+
+def install_newest_compiler() -> str:
+    """Return the command that installs the newest compiler, in an environment of its own."""
+    return f"pip install jax=={NEWEST_JAX} jaxlib=={NEWEST_JAX} libtpu=={NEWEST_LIBTPU}"

@@ -192,7 +192,8 @@ class Refusal:
     Attributes:
         used: bytes that it needs, as rounded by the compiler.
         limit: bytes that are usable.
-        buffers: the largest: ``operation``, ``shape``, ``bytes``, ``unpadded_bytes``.
+        buffers: the largest: ``operation``, ``shape``, ``bytes``, ``unpadded_bytes``; empty if the
+            message does not list them.
     """
 
     used: int
@@ -202,7 +203,10 @@ class Refusal:
 
 def refusal(message: str) -> Refusal | None:
     """Read the compiler's message; return None if it is about anything but HBM."""
-    amounts = re.search(r"Used (\S+) of (\S+) hbm", message)
+    # libtpu 0.0.21, and 0.0.52.
+    amounts = re.search(r"Used (\S+) of (\S+) hbm", message) or re.search(
+        r"\((\S+)\) exceeds available HBM \((\S+)\)", message
+    )
     if "RESOURCE_EXHAUSTED" not in message or not amounts:
         return None
     listed = re.findall(

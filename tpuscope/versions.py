@@ -42,6 +42,6 @@ def install_compiler(python: tuple[int, ...] = sys.version_info[:2]) -> str:
     return f"{install_jax()} libtpu=={libtpu(python)}"
 
 
-def install_newest_compiler() -> str:
-    """Return the command that installs the newest compiler, in an environment of its own."""
-    return f"pip install jax=={NEWEST_JAX} jaxlib=={NEWEST_JAX} libtpu=={NEWEST_LIBTPU}"
+def newest_compiler() -> str:
+    """Return the requirements of the newest compiler, for pip in an environment of its own."""
+    return f"jax=={NEWEST_JAX} jaxlib=={NEWEST_JAX} libtpu=={NEWEST_LIBTPU}"

@@ -100,7 +100,7 @@ def newest(python: str = "python") -> str:
 
 
 def _install_newest(python: str) -> str:
-    return f"{shlex.quote(python)} -m {versions.install_newest_compiler()}"
+    return f"{shlex.quote(python)} -m pip install {versions.newest_compiler()}"
 
 
 def _probe(source: str, python: str) -> dict[str, str]:

@@ -185,8 +185,10 @@ def mark_aliases(module: ir.Module, aliases: list[list[int]]) -> None:
         return
     [main] = (f for f in module.body.operations if f.name.value == "main")
     with module.context:
-        there: Any = main.attributes["arg_attrs"] if "arg_attrs" in main.attributes else []
-        marks = [{a.name: a.attr for a in mark} for mark in there] or [{} for _ in main.arguments]
+        marks = [{} for _ in main.arguments]
+        if "arg_attrs" in main.attributes:
+            present: Any = main.attributes["arg_attrs"]
+            marks = [{named.name: named.attr for named in mark} for mark in present]
         number = ir.IntegerType.get_signless(32)
         for argument, result in aliases:
             marks[argument]["tf.aliasing_output"] = ir.IntegerAttr.get(number, result)

@@ -8,6 +8,7 @@
 # make types       check the types of both packages
 # make notebooks   write notebooks/*.ipynb from notebooks/*.py, and run those that changed
 # make site        build build/site, the lessons and guides as web pages
+# make compiler    the newest TPU compiler, in an environment of its own (tests/xla, docs/compilers.md)
 # make colab       run the lessons as on Colab's TPU runtime (ONLY="01 03" runs some)
 #
 # The first call makes .venv with the newest of Python 3.13, 3.12, 3.11 that runs (Colab has 3.13).
@@ -18,6 +19,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 LABS := .venv-labs
 TORCHTPU := .venv-torchtpu
+COMPILER := .venv-compiler
 # uv installs torch's several GB of CUDA packages many times faster than pip.
 INSTALL := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints/colab-tpu.txt
 
@@ -34,7 +36,8 @@ PYTEST := OMP_NUM_THREADS=1 $(XLA_ON_CPU) $(BIN)/python -m pytest -n $(WORKERS)
 TIERS ?= lessons process xla unit
 SOLVED := $(if $(filter lessons,$(TIERS)),solved)
 
-.PHONY: demo lessons test test-fast test-labs test-torchtpu tiers check types notebooks site colab lint clean
+.PHONY: demo lessons test test-fast test-labs test-torchtpu tiers check types notebooks site \
+	compiler colab lint clean
 
 demo: $(VENV)/.base
 	PJRT_DEVICE=CPU $(BIN)/python main_tpu.py --use-tpu --epochs 12 --warm-epoch 3 --batch-size 8 \
@@ -77,6 +80,8 @@ notebooks: $(VENV)/.test $(LABS)/.labs
 site: $(VENV)/.site
 	$(BIN)/python tools/build_site.py
 
+compiler: $(COMPILER)/.compiler
+
 colab: $(VENV)/.test
 	OMP_NUM_THREADS=2 XLA_FLAGS=--xla_backend_optimization_level=0 PYTHON="$(PYTHON)" \
 		$(BIN)/python tools/colab.py $(if $(ONLY),--only $(ONLY))
@@ -93,7 +98,8 @@ types: $(VENV)/.test
 	$(BIN)/pyright
 
 clean:
-	rm -rf $(VENV) $(LABS) $(TORCHTPU) .venv-colab build solved solved-labs *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LABS) $(TORCHTPU) $(COMPILER) \
+		.venv-colab build solved solved-labs *.egg-info .pytest_cache .ruff_cache .hypothesis
 
 $(BIN)/uv:
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 to 3.13 with venv was found; install one (Debian: apt install python3-venv) or give PYTHON=/path/to/python"; exit 2; }
@@ -122,6 +128,13 @@ $(LABS)/.labs: $(BIN)/uv pyproject.toml constraints/colab-tpu.txt
 $(TORCHTPU)/.torchtpu: $(BIN)/uv pyproject.toml
 	"$(PYTHON)" -m venv --clear $(TORCHTPU)
 	$(BIN)/uv pip install --quiet --python $(TORCHTPU)/bin/python --editable '.[torchtpu,pytest]'
+	@touch $@
+
+# Python 3.12 or newer.
+$(COMPILER)/.compiler: $(BIN)/uv tpuscope/versions.py
+	"$(PYTHON)" -m venv --clear $(COMPILER)
+	$(BIN)/uv pip install --quiet --python $(COMPILER)/bin/python \
+		$$($(BIN)/python -c "from tpuscope import versions; print(versions.newest_compiler())")
 	@touch $@
 
 $(VENV)/.jupyter: $(BIN)/uv pyproject.toml constraints/colab-tpu.txt

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tpuscope.aot import EFFORTS
+from tpuscope.aot.command import add_compiler_choice
 from tpuscope.cli import Parser, run
 from tpuscope.errors import RequestError
 from tpuscope.version import __version__
@@ -146,8 +147,8 @@ def _add_aot_flags(parser: argparse.ArgumentParser) -> None:
         "--topology",
         default="v5e:1x1",
         metavar="SLICE",
-        help="generation and chips, such as v5e:1x1 (Colab), v5e:2x4 (Kaggle), v6e:1x1; an "
-        "unknown name lists all (default: v5e:1x1)",
+        help="generation and chips, such as v5e:1x1 (Colab), v5e:2x4 (Kaggle), v6e:1x1, "
+        "tpu7x:2x2x1 (needs a newer compiler); an unknown name lists all (default: v5e:1x1)",
     )
     parser.add_argument(
         "--num-cores",
@@ -172,6 +173,7 @@ def _add_aot_flags(parser: argparse.ArgumentParser) -> None:
         default="train",
         help="train: all heads; warmup: one head; eval: an evaluation step (default: train)",
     )
+    add_compiler_choice(parser)
     parser.add_argument(
         "--effort",
         choices=EFFORTS,
@@ -463,7 +465,7 @@ def _aot(args: argparse.Namespace) -> int:
 
     overrides = _overrides(args)
     num_cores = overrides.pop("num_cores")
-    step = estimate.request(overrides, args.phase, args.topology, num_cores)
+    step = estimate.request(overrides, args.phase, args.topology, num_cores, args.compiler)
     log = _log(args)
     if args.sweep:
         return _aot_sweep(step, args, log)

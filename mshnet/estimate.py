@@ -40,11 +40,13 @@ class Step:
             ``channels``, ``num_cores``, ``widths`` and ``depths`` matter; the rest does not.
         phase: ``"train"`` (all heads), ``"warmup"`` (one head), or ``"eval"``.
         topology: the slice, with ``num_cores`` cores or more.
+        compiler: a Python that has jax and libtpu; None for the default.
     """
 
     config: Config
     phase: str = "train"
     topology: str = "v5e:1x1"
+    compiler: str | None = None
 
     @property
     def images(self) -> int:
@@ -82,7 +84,13 @@ class Step:
         return replace(self, config=replace(self.config, batch_size=batch_size))
 
 
-def request(overrides: dict, phase: str, topology: str, num_cores: int | None = None) -> Step:
+def request(
+    overrides: dict,
+    phase: str,
+    topology: str,
+    num_cores: int | None = None,
+    compiler: str | None = None,
+) -> Step:
     """Return the step of a request, checked.
 
     Args:
@@ -91,6 +99,7 @@ def request(overrides: dict, phase: str, topology: str, num_cores: int | None = 
         phase: one of :data:`~mshnet.choices.PHASES`.
         topology: the slice.
         num_cores: cores of the slice that are used; None for all.
+        compiler: a Python that has jax and libtpu; None for the default.
 
     Raises:
         RequestError: it cannot be compiled.
@@ -99,7 +108,7 @@ def request(overrides: dict, phase: str, topology: str, num_cores: int | None = 
         raise RequestError(f"--phase {phase}: must be one of {', '.join(PHASES)}", "unknown-choice")
     try:
         slice_ = Topology.parse(topology)
-        aot.require_compiler()
+        compiler = aot.require_compiler(compiler, slice_).python
         runtime.require_matching_versions()
     except UnknownTopology as error:
         raise RequestError(f"--topology {error}", "unknown-topology") from error
@@ -114,7 +123,7 @@ def request(overrides: dict, phase: str, topology: str, num_cores: int | None = 
     if "batch_size" not in overrides:
         config = replace(config, batch_size=default_batch_size(cores, 32))
     config.require_even_shares(cores)
-    return Step(config, phase, str(slice_))
+    return Step(config, phase, str(slice_), compiler)
 
 
 def compile_step(step: Step, effort: str = "fast", use_cache: bool = True) -> aot.Report:
@@ -132,6 +141,7 @@ def compile_step(step: Step, effort: str = "fast", use_cache: bool = True) -> ao
         someone_watches(),
         # XLA_FLAGS of this process are the CPU's.
         runtime.merge_flags({k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}, TPU_FLAGS),
+        step.compiler,
     )
 
 

@@ -26,6 +26,20 @@ def pytest_runtest_setup() -> None:
     torch.manual_seed(0)
 
 
+# The tests compile with the project's own libtpu; those of another one say so.
+NEWEST_COMPILER = os.environ.pop("TPUSCOPE_COMPILER", "") or str(
+    Path(__file__).parents[1] / ".venv-compiler" / "bin" / "python"
+)
+
+
+@pytest.fixture(scope="session")
+def newest_compiler() -> str:
+    """Return a Python with the newest jax and libtpu."""
+    if not Path(NEWEST_COMPILER).is_file():
+        pytest.skip("no second compiler: `make compiler`, or set TPUSCOPE_COMPILER to its Python")
+    return NEWEST_COMPILER
+
+
 SIRST_BESIDE = Path(__file__).parents[2] / "shared" / "datasets" / "SIRST"
 
 

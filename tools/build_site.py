@@ -29,6 +29,7 @@ PICTURES = {".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp"}
 GUIDES = {"GUIDE.md": "English", "GUIDE.zh.md": "中文", "GUIDE.ko.md": "한국어"}
 REFERENCE = {
     "docs/performance.md": "Performance",
+    "docs/compilers.md": "Two compilers",
     "datasets/README.md": "Data sets",
     "CHANGELOG.md": "Changelog",
     "CONTRIBUTING.md": "Contributing",

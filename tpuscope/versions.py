@@ -14,6 +14,10 @@ CLOUD_TPU_CLIENT = "0.10"
 TORCH_TPU = "0.2.0"  # the successor; never in one environment with torch_xla
 TORCH_OF_TORCH_TPU = ((2, 11), (2, 15))  # oldest and newest torch that it has binaries for
 
+# The newest compiler that was tried, for an environment of its own: it takes Python 3.12 or newer,
+# and does not go with torch_xla.
+NEWEST_JAX, NEWEST_LIBTPU = "0.12.0.1", "0.0.52"
+
 
 def libtpu(python: tuple[int, ...] = sys.version_info[:2]) -> str:
     """Return the libtpu version that has a wheel for this Python."""
@@ -44,3 +48,8 @@ def install_jax() -> str:
 def install_compiler(python: tuple[int, ...] = sys.version_info[:2]) -> str:
     """Return the command that installs the TPU's compiler."""
     return f"{install_jax()} libtpu=={libtpu(python)}"
+
+
+def newest_compiler() -> str:
+    """Return the requirements of the newest compiler, for pip in an environment of its own."""
+    return f"jax=={NEWEST_JAX} jaxlib=={NEWEST_JAX} libtpu=={NEWEST_LIBTPU}"

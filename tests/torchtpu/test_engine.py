@@ -45,7 +45,7 @@ def trained(backend, one_program):
         losses.append(total.item())
         compiled.append(backend.counters().compilations - before)
         if not statistics:
-            statistics = {k: v.cpu() for k, v in model.state_dict().items() if "running" in k}
+            statistics = {k: v.cpu().clone() for k, v in model.state_dict().items() if "running" in k}
     if one_program:
         assert getattr(step, "fallback_reason", None) is None
     return losses, statistics, compiled

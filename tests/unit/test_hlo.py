@@ -115,6 +115,16 @@ def test_an_instruction_moves_what_it_reads_and_what_it_writes_to_hbm():
     assert steps["negate.1"].moved == 2 * TILE  # in the body of a loop
 
 
+def test_an_element_of_a_tuple_is_read_alone_in_both_ways_to_write_it():
+    newer = PROGRAM.replace("all-gather(%element.2)", "all-gather(%fusion.1#0)")
+    assert newer != PROGRAM
+    assert by_name(newer)["all-gather.1"] == by_name(PROGRAM)["all-gather.1"]
+    elsewhere = PROGRAM.replace("all-gather(%element.2)", "all-gather(%fusion.1#1)")
+    result = 64 * 128 * 4
+    assert by_name(newer)["all-gather.1"].moved == result + TILE
+    assert by_name(elsewhere)["all-gather.1"].moved == result
+
+
 def test_an_instruction_has_its_operations_name_or_that_of_what_it_reads():
     steps = by_name(PROGRAM)
     assert steps["fusion.1"].operation == "Net.b/grad/aten__mul"

@@ -1,6 +1,7 @@
 """Programs for a TPU, compiled by its own compiler: tiny ones, each in a second or two."""
 
 import dataclasses
+import importlib.util
 import json
 import os
 import pickle
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from tpuscope import aot
+from tpuscope import aot, versions
 from tpuscope.aot import compiler, file_step
 from tpuscope.aot.report import size
 from tpuscope.cli import main
@@ -250,9 +251,9 @@ def test_an_unknown_effort_is_refused(no_compiler):
 
 @pytest.mark.parametrize("missing", ["jax", "libtpu"])
 def test_without_the_compiler_it_says_what_to_install(monkeypatch, missing):
-    find = compiler.importlib.util.find_spec
+    find = importlib.util.find_spec
     monkeypatch.setattr(
-        compiler.importlib.util, "find_spec", lambda name: None if name == missing else find(name)
+        importlib.util, "find_spec", lambda name: None if name == missing else find(name)
     )
     with pytest.raises(aot.CompilerUnavailable, match=f"needs {missing}, ") as error:
         aot.estimate(pytest.fail)
@@ -329,8 +330,8 @@ def test_a_compiler_that_ends_without_an_answer_is_one_clear_line(
     assert "\n" not in str(raised.value)
 
 
-def test_a_program_that_cannot_be_compiled_is_one_too():
-    with pytest.raises(aot.CompilerFailed):
+def test_a_program_that_cannot_be_read_is_a_wrong_request():
+    with pytest.raises(compiler.WrongProgram, match=r"not StableHLO that jaxlib .* can read"):
         aot.compile_program(b"no program", use_cache=False)
 
 
@@ -464,6 +465,8 @@ def test_a_file_that_is_no_python_is_a_wrong_request(xla, tmp_path):
     [
         (["nowhere.py:training"], "nowhere.py"),
         (["nowhere.py"], "FILE.py:FUNCTION"),
+        (["nowhere.mlir"], "nowhere.mlir"),
+        (["{net}:training", "--compiler", "nowhere/python"], "--compiler nowhere/python"),
         (["{net}:training", "--topology", "v9"], "v9"),
         (["{net}:training", "--num-cores", "2"], "--num-cores 2"),
         (["{net}:training", "--arg", "size"], "--arg size"),
@@ -484,3 +487,98 @@ def no_compiler_process(monkeypatch):
         raise AssertionError("the compiler was started")
 
     monkeypatch.setattr(compiler, "_run_worker", refuse)
+
+
+# ---- saved programs, and another compiler ----
+
+SAVED = """
+module @saved attributes {mhlo.num_partitions = 1 : i32} {
+  func.func public @main(%x: tensor<8x128xf32>, %y: tensor<128x256xf32>) -> tensor<8x256xf32> {
+    %0 = stablehlo.dot_general %x, %y, contracting_dims = [1] x [0]
+      : (tensor<8x128xf32>, tensor<128x256xf32>) -> tensor<8x256xf32>
+    return %0 : tensor<8x256xf32>
+  }
+}
+"""
+OPERATIONS = 2 * 8 * 128 * 256
+
+
+@pytest.fixture
+def saved(tmp_path):
+    path = tmp_path / "saved.mlir"
+    path.write_text(SAVED)
+    return path
+
+
+def compiled(capfd, path, *flags):
+    assert main(["aot", str(path), "--json", *flags]) == 0
+    return json.loads(capfd.readouterr().out)
+
+
+def test_text_that_was_saved_is_compiled(saved, capfd):
+    values = compiled(capfd, saved)
+    assert (values["cores"], values["fits"]) == (1, True)
+    assert values["flops"] == pytest.approx(OPERATIONS, rel=0.05)
+    assert values["arguments_bytes"] == 4 * (8 * 128 + 128 * 256)
+
+
+def test_an_artifact_of_torch_xla_is_the_program_that_was_traced(xla, tmp_path, capfd):
+    program = aot.trace(lambda x: x @ x, [torch.zeros(128, 128)])
+    path = tmp_path / "step.bc"
+    path.write_bytes(program.stablehlo)
+    traced, read = aot.compile_program(program), compiled(capfd, path)
+    for name in ("flops", "bytes_accessed", "hbm_bytes", "cycles"):
+        assert read[name] == getattr(traced, name)
+
+
+def test_a_saved_program_for_more_cores_than_the_slice_has_is_refused(saved, capfd):
+    saved.write_text(SAVED.replace("num_partitions = 1", "num_partitions = 4"))
+    assert main(["aot", str(saved)]) == 2
+    assert f"{saved}: the program is for 4 cores; v5e:1x1 has 1" in capfd.readouterr().err
+    assert compiled(capfd, saved, "--topology", "v5e:2x2")["cores"] == 4
+
+
+@pytest.mark.parametrize("content", [SAVED[:200], SAVED.replace("dot_general", "dots")])
+def test_a_saved_program_with_a_fault_is_one_line(saved, capfd, content):
+    saved.write_text(content)
+    assert main(["aot", str(saved)]) == 2
+    err = capfd.readouterr().err
+    assert err.count("\n") == 1 and f"{saved}: not StableHLO" in err
+
+
+def test_our_compiler_refuses_a_tpu7x_before_anything_is_traced(net, saved, capfd, monkeypatch):
+    monkeypatch.setattr("tpuscope.aot.tracing.in_new_process", lambda *_: pytest.fail("traced"))
+    for step in (f"{net}:training", str(saved)):
+        assert main(["aot", step, "--topology", "tpu7x:2x2x1"]) == 2
+        err = capfd.readouterr().err
+        assert err.count("\n") == 1
+        assert "refuses it" in err and f"libtpu {versions.NEWEST_LIBTPU} knows it" in err
+
+
+@pytest.mark.parametrize("topology", ["v5e:1x1", "v6e:2x4", "tpu7x:2x2x1"])
+def test_the_newest_compiler_compiles_a_saved_program(newest_compiler, saved, capfd, topology):
+    flags = ("--topology", topology, "--compiler", newest_compiler)
+    values = compiled(capfd, saved, *flags)
+    assert values["topology"] == topology and values["fits"]
+    assert values["libtpu"] == aot.Toolchain.find(newest_compiler).libtpu != ""
+    assert values["flops"] == pytest.approx(OPERATIONS, rel=0.05)
+    assert values["bytes_accessed"] >= 4 * (8 * 128 + 128 * 256 + 8 * 256)
+
+
+def test_a_traced_step_and_a_second_compiler(newest_compiler, report, xla):
+    newest = aot.estimate(*training(xla.device), compiler=newest_compiler)
+    assert not newest.cached, "another compiler's answer is another answer"
+    assert newest.program == report.program and newest.libtpu != report.libtpu
+    assert newest.arguments_bytes == report.arguments_bytes
+    assert newest.aliased_bytes == report.aliased_bytes
+    assert newest.flops == pytest.approx(report.flops, rel=0.05)
+    counted = sum(layer["bytes"] for layer in newest.layers)
+    assert counted == pytest.approx(newest.bytes_accessed, rel=0.05)
+    assert {"Conv2d", "SGD"} <= {layer["layer"] for layer in newest.layers}
+
+
+def test_the_newest_compiler_says_what_does_not_fit(newest_compiler, xla):
+    report = aot.estimate(Reduced(), [torch.zeros(65536, 8)], compiler=newest_compiler)
+    assert (report.compiles, report.fits) == (False, False)
+    assert report.hbm_bytes > report.hbm_limit_bytes == 15.75 * 2**30
+    assert report.buffers[0]["bytes"] == 65536**2 * 4

@@ -1,5 +1,6 @@
 """``mshnet aot``: the project's own steps, the search for the largest batch, and the command."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -118,9 +119,9 @@ def test_the_step_is_the_one_that_a_tpu_would_take(topology, batch_size, given, 
 
 
 def test_without_the_compiler_the_command_says_what_to_install(capsys, monkeypatch):
-    find = compiler.importlib.util.find_spec
+    find = importlib.util.find_spec
     monkeypatch.setattr(
-        compiler.importlib.util, "find_spec", lambda name: None if name == "libtpu" else find(name)
+        importlib.util, "find_spec", lambda name: None if name == "libtpu" else find(name)
     )
     code, _, errors = run(capsys)
     assert code == 2

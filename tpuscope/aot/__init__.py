@@ -5,7 +5,9 @@ program is compiled for a slice of your choice, and the compiled program tells i
 bytes moved, operations, what the cores exchange. It does not tell how long a step takes;
 :meth:`Chip.roofline <tpuscope.engine.tpu_specs.Chip.roofline>` gives the least time.
 
-The compiler runs in a process of its own, and its answers are kept (:func:`cache_folder`).
+The compiler runs in a process of its own, which may be another Python's with a newer libtpu
+(:class:`Toolchain`), and its answers are kept (:func:`cache_folder`). A program that was saved as
+StableHLO is compiled by :func:`compile_program` and :func:`read_program`.
 """
 
 from importlib import import_module
@@ -16,13 +18,10 @@ from .. import files
 
 if TYPE_CHECKING:
     from ..engine.lazy_graph import Program
-    from .compiler import (
-        CompilerFailed,
-        CompilerUnavailable,
-        compile_program,
-        require_compiler,
-    )
+    from .compiler import CompilerFailed, compile_program, require_compiler
     from .report import Report
+    from .saved import read_program
+    from .toolchain import CompilerUnavailable, Toolchain
     from .tracing import StepIsCut, estimate, in_new_process, trace
 
     compile = estimate
@@ -34,11 +33,13 @@ __all__ = [
     "Program",
     "Report",
     "StepIsCut",
+    "Toolchain",
     "cache_folder",
     "compile",
     "compile_program",
     "estimate",
     "in_new_process",
+    "read_program",
     "require_compiler",
     "trace",
 ]
@@ -48,10 +49,9 @@ EFFORTS = ("fast", "full")
 _HOMES = {
     "Program": "..engine.lazy_graph",
     "Report": ".report",
-    **dict.fromkeys(
-        ("CompilerFailed", "CompilerUnavailable", "compile_program", "require_compiler"),
-        ".compiler",
-    ),
+    "read_program": ".saved",
+    **dict.fromkeys(("CompilerFailed", "compile_program", "require_compiler"), ".compiler"),
+    **dict.fromkeys(("CompilerUnavailable", "Toolchain"), ".toolchain"),
     **dict.fromkeys(("StepIsCut", "estimate", "in_new_process", "trace"), ".tracing"),
 }
 

@@ -8,15 +8,22 @@ from .report import Report
 _LARGEST = 10  # buffers that are named
 
 
-def refused(refusal: hlo.Refusal, about: dict) -> Report:
-    """Return the report of a program that does not fit."""
+def refused(refusal: hlo.Refusal, about: dict, text: str = "") -> Report:
+    """Return the report of a program that does not fit.
+
+    Args:
+        refusal: the compiler's message, read.
+        about: fields of the report that the request settles.
+        text: the program as far as it was compiled; names the largest arrays if the message,
+            like that of libtpu 0.0.52, does not.
+    """
     return Report(
         **about,
         compiles=False,
         fits=False,
         hbm_bytes=refusal.used,
         hbm_limit_bytes=refusal.limit,
-        buffers=refusal.buffers[:_LARGEST],
+        buffers=refusal.buffers[:_LARGEST] or _largest(hlo.instructions(text) if text else []),
     )
 
 
@@ -36,7 +43,6 @@ def accepted(answer: dict, text: str, about: dict, slice_: Topology) -> Report:
     taken = ("arguments", "outputs", "temporaries", "code")
     sizes = {f"{name}_bytes": answer[name] for name in (*taken, "aliased", "peak")}
     usable = slice_.chip.usable
-    assert usable is not None  # no slice of other chips has a name
     needed = sum(answer[name] for name in taken) - answer["aliased"]
     return Report(
         **about,

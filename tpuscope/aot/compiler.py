@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import importlib.util
 import json
 import os
 import signal
@@ -11,12 +10,10 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, replace
-from importlib import metadata
 from pathlib import Path
 
 from tqdm import tqdm
 
-from .. import versions
 from ..engine import tpu_specs
 from ..engine.lazy_graph import Program
 from ..engine.tpu_specs import Topology
@@ -24,24 +21,31 @@ from ..errors import Failed, RequestError
 from ..files import write_atomic
 from ..monitor import layers
 from ..progress import someone_watches
-from . import EFFORTS, answer, cache_folder, hlo, report
+from . import EFFORTS, answer, cache_folder, hlo, report, toolchain
 from .report import Report
+from .toolchain import Toolchain
 
-_NEEDED = ("jax", "jaxlib", "libtpu")
 _WORKER = Path(__file__).with_name("worker.py")
-
-
-class CompilerUnavailable(RequestError):
-    """jax, jaxlib or libtpu is not installed; the message says how to install them."""
-
-    def __init__(self, message: str, code: str = "not-installed"):
-        super().__init__(message, code)
 
 
 class CompilerFailed(Failed):
     """The compiler gave no answer: it was killed, or it cannot compile the program."""
 
     def __init__(self, message: str, code: str = "compiler"):
+        super().__init__(message, code)
+
+
+class WrongProgram(RequestError):
+    """The program cannot be read, or is for more cores than the slice has."""
+
+    def __init__(self, message: str, code: str = "wrong-program"):
+        super().__init__(message, code)
+
+
+class CompilerTooOld(RequestError):
+    """The chosen compiler does not know the slice; the message names one that does."""
+
+    def __init__(self, message: str, code: str = "compiler-too-old"):
         super().__init__(message, code)
 
 
@@ -53,11 +57,13 @@ def compile_program(
     use_cache: bool = True,
     progress: bool | None = None,
     flags: dict[str, str] | None = None,
+    compiler: str | None = None,
 ) -> Report:
     """Compile a program for a TPU, in another process.
 
     Args:
-        program: from :func:`~tpuscope.aot.trace`, or StableHLO bytecode as torch_xla exports it.
+        program: from :func:`~tpuscope.aot.trace` or :func:`~tpuscope.aot.read_program`, or
+            StableHLO: a portable artifact, MLIR bytecode or MLIR text.
         topology: see :func:`tpuscope.engine.tpu_specs.names`.
         cores: that the program is for, at most those of the slice; None: the program's own.
         effort: ``"fast"`` asks for the compiler's least effort, which takes a fraction of the time
@@ -66,66 +72,82 @@ def compile_program(
         progress: show that the compiler is at work; None: to a terminal or a notebook only.
         flags: what ``XLA_FLAGS`` and ``LIBTPU_INIT_ARGS`` will be on the TPU, by name. This
             process's ``XLA_FLAGS`` are the CPU's, and left out.
+        compiler: a Python that has jax and libtpu; None: see :meth:`Toolchain.find`.
 
     Raises:
         UnknownTopology: no such slice, or it has fewer cores.
         CompilerUnavailable: jax or libtpu is missing.
+        CompilerTooOld: it does not know the slice.
+        WrongProgram: it cannot read the program.
         CompilerFailed: no answer.
     """
     if effort not in EFFORTS:
         raise RequestError(f"effort {effort!r}: must be one of {', '.join(EFFORTS)}", "range")
     if isinstance(program, bytes):
-        program = Program(program)
+        program = Program(program, cores=None)
     slice_ = Topology.parse(topology)
     cores = cores or program.cores
-    if cores > slice_.cores:
+    if cores is not None and cores > slice_.cores:
         raise tpu_specs.UnknownTopology(
             f"{topology} has {slice_.cores} cores, and the program is for {cores}"
         )
-    require_compiler()
-    request = {
-        "topology": str(slice_),
-        # One chip is less than the board that the compiler takes for granted.
-        "options": {"chips_per_host_bounds": [1, 1, 1]} if set(slice_.sides) == {1} else {},
+    chosen = Toolchain.find(compiler)
+    request = _slice_request(slice_) | {
         "cores": cores,
         "effort": effort,
         "aliases": program.aliases,
         "flags": {"LIBTPU_INIT_ARGS": os.environ.get("LIBTPU_INIT_ARGS", ""), **(flags or {})},
     }
-    kept = cache_folder() / f"{_digest(program, request)}.json"
+    kept = cache_folder() / f"{_digest(program, request, chosen)}.json"
     if use_cache and (report := _kept(kept)):
         return report
-    report = _ask(program, request, slice_, progress)
+    report = _ask(program, request, slice_, chosen, progress)
     if use_cache:
         _keep(report, kept)
     return report
 
 
-def require_compiler() -> None:
-    """Check that the TPU's compiler is installed.
+def require_compiler(python: str | None = None, slice_: Topology | None = None) -> Toolchain:
+    """Return the chosen compiler, checked before a step is traced.
+
+    Args:
+        python: see :meth:`Toolchain.find`.
+        slice_: that it must know. Only what the project's own libtpu does not know is asked for,
+            which takes seconds.
 
     Raises:
         CompilerUnavailable: with what to install.
+        CompilerTooOld: it does not know the slice.
     """
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise CompilerUnavailable(
-            f"the TPU's compiler needs {' and '.join(missing)}, not installed here; on Linux: "
-            f"{versions.install_compiler()}"
-        )
+    chosen = Toolchain.find(python)
+    if slice_ is not None and slice_.chip.libtpu:
+        _require_slice(chosen, slice_)
+    return chosen
 
 
-def _digest(program: Program, request: dict) -> str:
+@functools.cache
+def _require_slice(chosen: Toolchain, slice_: Topology) -> None:
+    request = _slice_request(slice_) | {"flags": {}}
+    with tempfile.TemporaryDirectory(prefix="aot-") as name:
+        _answer(Path(name), request, slice_, chosen, progress=False)
+
+
+def _slice_request(slice_: Topology) -> dict:
+    # One chip is less than the board that the compiler takes for granted.
+    options = {"chips_per_host_bounds": [1, 1, 1]} if set(slice_.sides) == {1} else {}
+    return {"topology": str(slice_), "options": options}
+
+
+def _digest(program: Program, request: dict, chosen: Toolchain) -> str:
     """Return a digest of everything that an answer depends on."""
-    parts = [program.digest, request, _code()]
-    parts += [metadata.version(name) for name in _NEEDED]
+    parts = [program.digest, request, _code(), chosen.versions]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
 @functools.cache
 def _code() -> str:
     """Return a digest of the code that makes answers."""
-    modules = (answer, report, hlo, layers, tpu_specs)
+    modules = (answer, report, hlo, layers, tpu_specs, toolchain)
     files = (__file__, _WORKER, *(module.__file__ for module in modules))
     return hashlib.sha256(b"".join(Path(file).read_bytes() for file in files if file)).hexdigest()
 
@@ -145,36 +167,63 @@ def _keep(report: Report, path: Path) -> None:
         print(f"the answer is not kept: {error}", file=sys.stderr)
 
 
-def _ask(program: Program, request: dict, slice_: Topology, progress: bool | None) -> Report:
-    """Run the compiler, and return what it reports."""
+def _ask(
+    program: Program,
+    request: dict,
+    slice_: Topology,
+    chosen: Toolchain,
+    progress: bool | None,
+) -> Report:
     with tempfile.TemporaryDirectory(prefix="aot-") as name:
         folder = Path(name)
-        (folder / "program.bc").write_bytes(program.stablehlo)
-        (folder / "request.json").write_text(json.dumps(request))
-        _run_worker(folder, f"compiling for {slice_}", progress, request["flags"])
-        left = json.loads((folder / "answer.json").read_text())
+        (folder / "program").write_bytes(program.stablehlo)
+        left = _answer(folder, request, slice_, chosen, progress)
         about = {
             "topology": str(slice_),
-            "cores": request["cores"],
+            "cores": left["cores"],
             "effort": request["effort"],
             "program": program.digest,
             "libtpu": left["libtpu"],
         }
         if "error" not in left:
-            return answer.accepted(left, _compiled(folder), about, slice_)
+            return answer.accepted(left, _dumped(folder, "after_codegen"), about, slice_)
         if found := hlo.refusal(left["error"]):
-            return answer.refused(found, about)
+            return answer.refused(found, about, _dumped(folder, "oom_intermediate_module"))
         message = " ".join(left["error"].split())[:500]
         raise CompilerFailed(f"the compiler rejects the program: {message}", "rejected")
 
 
-def _compiled(folder: Path) -> str:
-    """Return the compiled program as text."""
-    [path] = (folder / "dump").glob("*.after_codegen.txt")
-    return path.read_text()
+def _answer(
+    folder: Path, request: dict, slice_: Topology, chosen: Toolchain, progress: bool | None
+) -> dict:
+    """Return what the worker answers about the program in the folder, if there is one.
+
+    Raises:
+        CompilerTooOld: it does not know the slice.
+        WrongProgram: it cannot read the program.
+        CompilerFailed: it left no answer.
+    """
+    (folder / "request.json").write_text(json.dumps(request))
+    _run_worker(folder, f"compiling for {slice_}", progress, request["flags"], chosen.python)
+    left = json.loads((folder / "answer.json").read_text())
+    if "slice_refused" in left:
+        words = " ".join(left["slice_refused"].split())[:200]
+        known = slice_.chip.libtpu
+        needs = f"libtpu {known} knows it: {toolchain.newest()}" if known else ""
+        raise CompilerTooOld(
+            f"{slice_}: libtpu {left['libtpu']} refuses it ({words}); {needs}".rstrip("; ")
+        )
+    if "wrong" in left:
+        raise WrongProgram(left["wrong"])
+    return left
 
 
-def _run_worker(folder: Path, what: str, progress: bool | None, flags: dict) -> None:
+def _dumped(folder: Path, stage: str) -> str:
+    """Return the program as text after a stage of compiling; "" if there is none."""
+    return "".join(path.read_text() for path in (folder / "dump").glob(f"*.{stage}.txt"))
+
+
+def _run_worker(folder: Path, what: str, progress: bool | None, flags: dict, python: str) -> None:
     """Run the compiler's process to its end.
 
     Raises:
@@ -183,9 +232,10 @@ def _run_worker(folder: Path, what: str, progress: bool | None, flags: dict) -> 
     if progress is None:
         progress = someone_watches()
     # Flags for the CPU's XLA and settings of a real TPU would change what is compiled.
+    inherited = os.environ if python == sys.executable else toolchain.environment()
     environment = {
         name: value
-        for name, value in os.environ.items()
+        for name, value in inherited.items()
         if name != "XLA_FLAGS" and not name.startswith(("TPU_", "PJRT_", "JAX_"))
     }
     environment |= {
@@ -199,7 +249,7 @@ def _run_worker(folder: Path, what: str, progress: bool | None, flags: dict) -> 
     with (folder / "log").open("w+b") as log:
         # -P: without the modules beside the worker.
         process = subprocess.Popen(
-            [sys.executable, "-P", str(_WORKER), str(folder)],
+            [python, "-P", str(_WORKER), str(folder)],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=log,

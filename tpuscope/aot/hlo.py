@@ -140,12 +140,15 @@ def _computations(text: str) -> tuple[dict[str, list[re.Match]], str]:
 
 
 def _follow(computations: dict[str, list[re.Match]], name: str) -> Iterator[Instruction]:
-    in_hbm: dict[str, tuple[Array, ...]] = {}
+    arrays_of: dict[str, list[Array]] = {}
     operations: dict[str, str] = {}
     for found in computations[name]:
         label, shape, kind, rest = found.groups()
-        results = in_hbm[label] = tuple(array for array in arrays(shape) if array.in_hbm)
-        operands = re.findall(r"%([\w.-]+)", rest[: rest.index(")")])
+        arrays_of[label] = arrays(shape)
+        results = tuple(array for array in arrays_of[label] if array.in_hbm)
+        # libtpu 0.0.52 writes %fusion#1 for an element of a tuple, 0.0.21 a get-tuple-element.
+        elements = re.findall(r"%([\w.-]+)(?:#(\d+))?", rest[: rest.index(")")])
+        operands = [name for name, _ in elements]
         named = re.search(r'op_name="([^"]*)"', rest)
         inherited = (operations[name] for name in operands if operations.get(name))
         operations[label] = named[1] if named else next(inherited, "")
@@ -161,7 +164,8 @@ def _follow(computations: dict[str, list[re.Match]], name: str) -> Iterator[Inst
             continue
         if kind == "copy-start":
             results = results[:1]  # the others are what it reads, and a flag
-        moved = [*results, *(array for name in operands for array in in_hbm.get(name, ()))]
+        read = (_element(arrays_of.get(name, []), number) for name, number in elements)
+        moved = [*results, *(array for found in read for array in found if array.in_hbm)]
         cycles = re.search(r'"estimated_cycles":"(\d+)"', rest)
         yield Instruction(
             name=label,
@@ -172,6 +176,11 @@ def _follow(computations: dict[str, list[re.Match]], name: str) -> Iterator[Inst
             moved_unpadded=sum(array.unpadded for array in moved),
             cycles=int(cycles[1]) if cycles else 0,
         )
+
+
+def _element(found: list[Array], number: str) -> list[Array]:
+    """Return one array of a tuple; all of them without a number."""
+    return found[int(number) : int(number) + 1] if number else found
 
 
 def collectives(text: str) -> list[dict]:
@@ -192,7 +201,8 @@ class Refusal:
     Attributes:
         used: bytes that it needs, as rounded by the compiler.
         limit: bytes that are usable.
-        buffers: the largest: ``operation``, ``shape``, ``bytes``, ``unpadded_bytes``.
+        buffers: the largest: ``operation``, ``shape``, ``bytes``, ``unpadded_bytes``; empty if the
+            message does not list them.
     """
 
     used: int
@@ -202,7 +212,10 @@ class Refusal:
 
 def refusal(message: str) -> Refusal | None:
     """Read the compiler's message; return None if it is about anything but HBM."""
-    amounts = re.search(r"Used (\S+) of (\S+) hbm", message)
+    # libtpu 0.0.21, and 0.0.52.
+    amounts = re.search(r"Used (\S+) of (\S+) hbm", message) or re.search(
+        r"\((\S+)\) exceeds available HBM \((\S+)\)", message
+    )
     if "RESOURCE_EXHAUSTED" not in message or not amounts:
         return None
     listed = re.findall(

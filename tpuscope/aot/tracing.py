@@ -35,6 +35,7 @@ def estimate(
     use_cache: bool = True,
     progress: bool | None = None,
     flags: dict[str, str] | None = None,
+    compiler: str | None = None,
 ) -> Report:
     """Trace one step, and compile it for a TPU that need not be there.
 
@@ -56,17 +57,19 @@ def estimate(
         use_cache: take an earlier answer.
         progress: show that the compiler is at work.
         flags: of the compiler.
+        compiler: a Python that has jax and libtpu.
 
     Raises:
         StepIsCut: the step is more or less than one program.
         UnknownTopology: no such slice, or it has fewer cores.
         CompilerUnavailable: jax or libtpu is missing.
+        CompilerTooOld: it does not know the slice.
         CompilerFailed: no answer.
     """
-    require_compiler()
     slice_ = Topology.parse(topology)
+    python = require_compiler(compiler, slice_).python
     program = trace(step, inputs)
-    return compile_program(program, str(slice_), None, effort, use_cache, progress, flags)
+    return compile_program(program, str(slice_), None, effort, use_cache, progress, flags, python)
 
 
 def trace(step: Callable, inputs: tuple | list = ()) -> Program:

@@ -20,16 +20,18 @@ class Program:
     """A program as a compiler takes it.
 
     Attributes:
-        stablehlo: StableHLO bytecode; names of layers are in its locations.
+        stablehlo: StableHLO as a portable artifact, MLIR bytecode or MLIR text; names of layers
+            are in its locations.
         aliases: pairs of an argument and the result that takes its memory, by number.
         digest: hash of what is computed; it does not depend on the layers' names.
-        cores: number of cores that the program is for: 1, or those of an SPMD mesh.
+        cores: number of cores that the program is for: 1, or those of an SPMD mesh; None for
+            what the program itself says.
     """
 
     stablehlo: bytes
     aliases: tuple[tuple[int, int], ...] = ()
     digest: str = ""
-    cores: int = 1
+    cores: int | None = 1
 
     def __post_init__(self):
         if not self.digest:

@@ -8,6 +8,7 @@ import math
 import re
 from dataclasses import dataclass
 
+from .. import versions
 from ..errors import RequestError
 
 GIB = 2**30
@@ -36,10 +37,11 @@ class Chip:
         links: bytes a second to other chips, both directions of all links together; None where
             Google's documentation gives no figure.
         usable: bytes of HBM that a program on one core may take; the rest is reserved. Read from
-            the error messages of libtpu 0.0.21.1 ("Used … of 15.75G hbm"); None if it does not
-            compile for this generation.
-        slices: shapes, in chips, that compile with libtpu 0.0.21.1.
+            the error messages of libtpu 0.0.21.1 ("Used … of 15.75G hbm"), for 7x of 0.0.52
+            ("exceeds available HBM (94.74G)"); 0.0.52 has the same for the others, to 0.01 GiB.
+        slices: shapes, in chips, that compile with that libtpu.
         source: where the figures are published.
+        libtpu: a version that compiles for it, if the project's own does not; else None.
     """
 
     generation: str
@@ -48,9 +50,15 @@ class Chip:
     hbm: float
     bandwidth: float
     links: float | None
-    usable: int | None
+    usable: int
     slices: tuple[str, ...]
     source: str
+    libtpu: str | None = None
+
+    @property
+    def prefix(self) -> str:
+        """Name in a topology: the generation; of 7x ``tpu7x``, the only one libtpu accepts."""
+        return "tpu7x" if self.generation == "7x" else self.generation
 
     def roofline(self, flops: float, accessed: float) -> tuple[float, str]:
         """Return the least time that a program takes on one core, and its bottleneck.
@@ -84,8 +92,9 @@ CHIPS = {
         Chip("v5e", 1, 197e12, 16 * GIB, 819e9, 400e9, int(15.75 * GIB), _E, _DOCS + "v5e"),
         Chip("v5p", 1, 459e12, 95 * GIB, 2765e9, 1200e9, int(95.74 * GIB), _CUBES, _DOCS + "v5p"),
         Chip("v6e", 1, 918e12, 32 * GIB, 1638e9, 800e9, int(31.25 * GIB), _E, _DOCS + "v6e"),
-        # libtpu 0.0.21.1 answers "Invalid TPU external name: TPU7x": no slice compiles.
-        Chip("7x", 2, 2307e12, 192 * GIB, 7380e9, None, None, (), _DOCS + "tpu7x"),
+        # libtpu 0.0.21.1 answers "Invalid TPU external name: TPU7x".
+        Chip("7x", 2, 2307e12, 192 * GIB, 7380e9, None, int(94.74 * GIB), _CUBES, _DOCS + "tpu7x",
+             libtpu=versions.NEWEST_LIBTPU),
     )
 }  # fmt: skip
 
@@ -104,13 +113,13 @@ class Topology:
         Raises:
             UnknownTopology: lists the names that are known.
         """
-        generation, _, shape = name.partition(":")
-        chip = CHIPS.get(generation)
-        if chip is None or not chip.slices or not re.fullmatch(r"\d+(x\d+)+", shape):
+        prefix, _, shape = name.partition(":")
+        chip = next((chip for chip in CHIPS.values() if chip.prefix == prefix), None)
+        if chip is None or not re.fullmatch(r"\d+(x\d+)+", shape):
             raise UnknownTopology(f"{name} is not known; choose one of {' '.join(names())}")
         if shape not in chip.slices:
-            here = " ".join(f"{generation}:{known}" for known in chip.slices)
-            raise UnknownTopology(f"{name} is not a known slice of {generation}; use {here}")
+            here = " ".join(f"{prefix}:{known}" for known in chip.slices)
+            raise UnknownTopology(f"{name} is not a known slice of {prefix}; use {here}")
         return cls(chip, shape)
 
     @property
@@ -124,9 +133,9 @@ class Topology:
         return math.prod(self.sides) * self.chip.cores
 
     def __str__(self) -> str:
-        return f"{self.chip.generation}:{self.shape}"
+        return f"{self.chip.prefix}:{self.shape}"
 
 
 def names() -> list[str]:
     """Return all topologies that are known to compile."""
-    return [f"{chip.generation}:{shape}" for chip in CHIPS.values() for shape in chip.slices]
+    return [f"{chip.prefix}:{shape}" for chip in CHIPS.values() for shape in chip.slices]

@@ -3,6 +3,7 @@
 * :func:`watch` a running loop: what was compiled and why, fallbacks, reads, and their lines;
   :func:`compare` two steps, :func:`from_text` reads a pasted ``metrics_report()``.
 * :class:`CompiledStep`: trace a step once, then call its program.
+* :class:`FxStep`: a step as one program on TorchTPU, and on other eager engines.
 * :mod:`tpuscope.aot`: compile a step for a TPU that is not there (``tpuscope aot``).
 * :func:`track`: what each layer of a model costs.
 * :mod:`tpuscope.doctor`: what works on this machine (``tpuscope doctor``).
@@ -15,6 +16,7 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from .engine.compiled_step import CompiledStep
+    from .engine.fx_step import FxStep
     from .errors import Failed, RequestError
     from .monitor.layers import track
     from .monitor.watch import Budget, BudgetExceeded, compare, from_text, timeline, watch
@@ -24,6 +26,7 @@ __all__ = [
     "BudgetExceeded",
     "CompiledStep",
     "Failed",
+    "FxStep",
     "RequestError",
     "__version__",
     "compare",
@@ -36,6 +39,7 @@ __all__ = [
 _HOMES = {
     "CompiledStep": "engine.compiled_step",
     "Failed": "errors",
+    "FxStep": "engine.fx_step",
     "RequestError": "errors",
     "track": "monitor.layers",
     **dict.fromkeys(

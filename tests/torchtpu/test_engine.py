@@ -45,7 +45,9 @@ def trained(backend, one_program):
         losses.append(total.item())
         compiled.append(backend.counters().compilations - before)
         if not statistics:
-            statistics = {k: v.cpu().clone() for k, v in model.state_dict().items() if "running" in k}
+            statistics = {
+                k: v.cpu().clone() for k, v in model.state_dict().items() if "running" in k
+            }
     if one_program:
         assert getattr(step, "fallback_reason", None) is None
     return losses, statistics, compiled
@@ -115,7 +117,7 @@ def test_dropout_is_new_in_every_call_and_follows_from_the_seed():
 
 def test_a_run_stopped_and_resumed_is_the_uninterrupted_one_and_goes_on_elsewhere(tmp_path):
     small = NARROW | {
-        "base_size": 32, "crop_size": 32, "batch_size": 40, "workers": 0, "warm_epoch": 0,
+        "base_size": 32, "crop_size": 32, "batch_size": 40, "workers": 0, "warm_epoch": 9,
         "device": "tpu", "epochs": 2,
     }  # fmt: skip
     silent = lambda text: None  # noqa: E731

@@ -2,6 +2,7 @@
 
 import torch
 
+from tpuscope import torchrun
 from tpuscope.engine import torch_xla as runtime
 from tpuscope.errors import RequestError
 
@@ -23,14 +24,28 @@ def resolve_device(device: str = "auto", num_cores: int = 1, strategy: str = "sp
         ``"xla:TPU"``, ``"xla:CPU"``, ``"cuda"`` or ``"cpu"``.
 
     Raises:
-        RequestError: the device is not there, or has fewer cores.
+        RequestError: the device is not there, has fewer cores, or is none for torchrun.
     """
+    launch = torchrun.launch()
+    if launch and num_cores > 1:
+        raise _cores(
+            num_cores,
+            f"torchrun has started {launch.count} processes, each with one device; leave "
+            "--num-cores out",
+        )
     try:
         # --device cpu and cuda never ask torch_xla: they are the way out where it is broken.
         chips = runtime.tpu_chips() if device in ("auto", "tpu") else 0
         if device == "auto":
             device = "tpu" if chips else "cuda" if torch.cuda.is_available() else "cpu"
         if device == "tpu":
+            if launch:
+                raise RequestError(
+                    "--device tpu under torchrun: torch_xla drives all cores from one process "
+                    "(SPMD), which needs no torchrun; start `python main_tpu.py --use-tpu "
+                    "--num-cores 8`, or choose --device cpu or cuda",
+                    "torchrun-xla",
+                )
             platform = _platform(chips, num_cores)
             if platform == "TPU":
                 _require_whole_slice(num_cores, strategy)
@@ -47,6 +62,12 @@ def resolve_device(device: str = "auto", num_cores: int = 1, strategy: str = "sp
             "--device cuda: PyTorch finds no CUDA GPU; choose --device cpu, or check "
             "`nvidia-smi` and that torch is a CUDA build",
             "no-device",
+        )
+    if device == "cuda" and launch and launch.local_count > torch.cuda.device_count():
+        raise RequestError(
+            f"--device cuda: torchrun has started {launch.local_count} processes on a machine with "
+            f"{torch.cuda.device_count()} GPUs; use --nproc-per-node {torch.cuda.device_count()}",
+            "too-many-processes",
         )
     return device
 

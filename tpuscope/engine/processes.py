@@ -20,6 +20,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from .. import torchrun
 from ..errors import Failed, RequestError
@@ -30,6 +32,8 @@ PROCESS_GROUPS = {"cpu": "gloo", "cuda": "nccl", "tpu": "tpu_dist"}
 # How long a process waits for another one that is alive but does not answer. Long, because the
 # others wait while one copies a data set; a process that has ended is noticed at once.
 TIMEOUT = datetime.timedelta(minutes=30)
+
+_ELSEWHERE = "_reported_elsewhere"  # attribute of exceptions
 
 Value = TypeVar("Value")
 
@@ -105,7 +109,7 @@ class TorchProcesses(Processes):
         timeout: for one collective.
     """
 
-    def __init__(self, launch: torchrun.Launch, store: dist.Store, timeout: datetime.timedelta):
+    def __init__(self, launch: torchrun.Launch, store: Store, timeout: datetime.timedelta):
         self.rank, self.count = launch.rank, launch.count
         self.local_rank, self.local_count = launch.local_rank, launch.local_count
         self.machines = launch.machines
@@ -118,7 +122,7 @@ class TorchProcesses(Processes):
         with self._connection(), quiet_stdout():
             dist.init_process_group(
                 PROCESS_GROUPS["cpu"],
-                store=dist.PrefixStore("host", store),
+                store=PrefixStore("host", store),
                 rank=self.rank,
                 world_size=self.count,
                 timeout=timeout,
@@ -214,7 +218,7 @@ class TorchProcesses(Processes):
             if rank > 0 and isinstance(first, RequestError | Failed):
                 first = type(first)(f"process {rank} of {self.count}: {first}", first.code)
             first = failure if failure is not None and rank == self.rank == 0 else first
-            first._reported_elsewhere = not self.is_main
+            setattr(first, _ELSEWHERE, not self.is_main)
             raise first from failure
 
     def reports(self) -> bool:
@@ -276,7 +280,7 @@ class _Mean(torch.autograd.Function):
 
 
 _current: TorchProcesses | None = None
-_store: dist.Store | None = None
+_store: Store | None = None
 _jobs = 0  # how often this process has joined; each time has its own keys in the store
 
 
@@ -294,7 +298,7 @@ def join(timeout: datetime.timedelta = TIMEOUT) -> Processes:
     if _current is None:
         if _store is None:
             try:
-                _store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+                _store, _, _ = next(rendezvous("env://", timeout=timeout))
             except RuntimeError as error:
                 raise Failed(
                     f"process {launch.rank} of {launch.count} does not reach {launch.address} "
@@ -303,7 +307,7 @@ def join(timeout: datetime.timedelta = TIMEOUT) -> Processes:
                     "no-meeting",
                 ) from error
         _jobs += 1
-        _current = TorchProcesses(launch, dist.PrefixStore(f"job-{_jobs}", _store), timeout)
+        _current = TorchProcesses(launch, PrefixStore(f"job-{_jobs}", _store), timeout)
     return _current
 
 
@@ -324,10 +328,10 @@ def joined(timeout: datetime.timedelta = TIMEOUT) -> Iterator[Processes]:
     try:
         yield processes
     except Exception as error:
-        if hasattr(error, "_reported_elsewhere"):  # all raise it
+        if hasattr(error, _ELSEWHERE):  # all raise it
             processes.leave()
         else:
-            error._reported_elsewhere = not processes.reports()  # pyright: ignore[reportAttributeAccessIssue]
+            setattr(error, _ELSEWHERE, not processes.reports())
         raise
     else:
         processes.leave()
@@ -337,7 +341,7 @@ def joined(timeout: datetime.timedelta = TIMEOUT) -> Iterator[Processes]:
 
 def is_reported_elsewhere(error: BaseException) -> bool:
     """Return whether another process of the job tells people about this error."""
-    return getattr(error, "_reported_elsewhere", False)
+    return getattr(error, _ELSEWHERE, False)
 
 
 @contextlib.contextmanager

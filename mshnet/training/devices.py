@@ -30,8 +30,8 @@ def resolve_device(device: str = "auto", num_cores: int = 1, strategy: str = "sp
     if launch and num_cores > 1:
         raise _cores(
             num_cores,
-            f"torchrun has started {launch.count} processes, each with one device; leave "
-            "--num-cores out",
+            f"torchrun has started {launch.count} processes, each with one device; use "
+            "--num-cores 1",
         )
     try:
         # --device cpu and cuda never ask torch_xla: they are the way out where it is broken.

@@ -172,7 +172,7 @@ def test_the_first_steps_in_float32(given, alone, tmp_path, monkeypatch):
 
 def test_killed_workers_change_nothing(given, tmp_path):
     """First the one that has no files, then the main process."""
-    given = given | {"epochs": 40, "save_minutes": A_MOMENT}
+    given = given | {"epochs": 16, "save_minutes": A_MOMENT}
     with train(given | {"save_dir": str(tmp_path / "whole")}) as agents:
         finished(agents)
     folder = tmp_path / "killed"
@@ -234,23 +234,28 @@ sys.exit(code)
 
 
 @pytest.mark.parametrize(
-    ("flags", "reason"),
+    ("flags", "machines", "reason"),
     [
-        (["--epoch", "3"], "unrecognized arguments: --epoch 3"),
-        (["--dataset-dir", "nowhere"], "data set folder nowhere does not exist"),
-        (["--batch-size", "6"], "shared by 4 processes, and must be a multiple of 4; use 4 or 8"),
+        (["--epoch", "3"], 2, "unrecognized arguments: --epoch 3"),
+        (["--dataset-dir", "nowhere"], 1, "data set folder nowhere does not exist"),
+        (
+            ["--batch-size", "5"],
+            1,
+            "shared by 2 processes, and must be a multiple of 2; use 4 or 6",
+        ),
     ],
 )
-def test_a_wrong_request_is_one_line(tmp_path, flags, reason):
+def test_a_wrong_request_is_one_line(tmp_path, flags, machines, reason):
     script = tmp_path / "command.py"
     script.write_text(COMMAND)
     request = [script, tmp_path, "--device", "cpu", *flags]
-    with torchrun(*request, machines=2) as agents:
+    with torchrun(*request, machines=machines) as agents:
         errors = [agent.communicate(timeout=120)[1].splitlines() for agent in agents]
     said = [[line for line in lines if line.startswith("main_tpu.py: ")] for lines in errors]
-    assert len(said[0]) == 1 and not said[1], "the first machine reports"
+    assert [len(lines) for lines in said] == [1, 0][:machines], "the first machine reports"
     assert reason in said[0][0]
-    assert [(tmp_path / str(rank)).read_text() for rank in range(4)] == ["2"] * 4
+    codes = [(tmp_path / str(rank)).read_text() for rank in range(2 * machines)]
+    assert codes == ["2"] * 2 * machines
 
 
 # --- the parts -----------------------------------------------------------------------------------

@@ -172,7 +172,7 @@ def test_the_first_steps_in_float32(given, alone, tmp_path, monkeypatch):
 
 def test_killed_workers_change_nothing(given, tmp_path):
     """First the one that has no files, then the main process."""
-    given = given | {"epochs": 16, "save_minutes": A_MOMENT}
+    given = given | {"epochs": 10, "save_minutes": A_MOMENT}
     with train(given | {"save_dir": str(tmp_path / "whole")}) as agents:
         finished(agents)
     folder = tmp_path / "killed"

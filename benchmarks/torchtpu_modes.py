@@ -4,8 +4,8 @@
 
 in the environment of ``make test-torchtpu``. ``eager``: operation by operation. ``compiled``:
 forward pass and loss by ``torch.compile``, which makes a forward and a backward program; the
-optimizer is eager. ``one program``: tpuscope.FxStep. The seconds are those of XLA's CPU device, of a machine
-that may do other work, and say nothing about a TPU.
+optimizer is eager. ``one program``: tpuscope.FxStep. The seconds are those of XLA's CPU device, and
+say nothing about a TPU.
 """
 
 import argparse

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from tpuscope.engine import replicas
+from tpuscope.engine.processes import Processes, joined
 from tpuscope.errors import RequestError
 from tpuscope.files import require_writable
 from tpuscope.progress import hide_progress
@@ -70,53 +71,151 @@ def train(overrides: dict, resume: str | None = None, log: Log = print) -> dict:
         ReplicaFailed: a replica of ``strategy="launch"`` failed; all have been ended.
     """
     started = time.monotonic()
-    with signals(log) as stop_requested:
-        config, checkpoint_path, state = settings(overrides, resume, log)
+    with joined() as group:
+        log = _log_of(group, log)
+        with signals(log) as stop_requested:
+            return _train_together(group, overrides, resume, started, stop_requested, log)
+
+
+def _train_together(
+    group: Processes,
+    overrides: dict,
+    resume: str | None,
+    started: float,
+    stop_requested: Callable[[], str | None],
+    log: Log,
+) -> dict:
+    """Run :func:`train` in one process of a group, which may be the only one.
+
+    Only the main process reads and writes the run's folder. What can fail before training is done
+    in turns that end together, so that no process waits for one that has refused the request.
+    """
+    _require_same_request(group, overrides, resume)
+    config, checkpoint_path, state = group.from_main(lambda: settings(overrides, resume, log))
+
+    def check() -> tuple[Config, str]:
         # Cheap checks first, so that a typing error is reported before a device is opened.
         place = resolve_device(config.device, config.num_cores, config.strategy, config.engine)
+        checked = config
         if state is None:
-            config = _with_batch_size(config, overrides, log)
-        config.require_even_shares(config.num_cores)
-        data_folder = _data_folder(config, ("train", "test"), log)
-        if config.weight_path:
-            _model(config, config.weight_path)
-        size = bytes_of_a_run(config.widths, config.depths)
-        run_folder, created = run_dir.claim(
+            checked = _with_batch_size(config, overrides, log, *_sharers(config, group))
+        checked.require_even_shares(*_sharers(config, group))
+        return checked, place
+
+    config, place = group.together(check)
+    data_folder = group.first_on_each_machine(lambda: _data_folder(config, ("train", "test"), log))
+    _require_same_data(group, place, data_folder)
+    if config.weight_path:
+        group.together(lambda: _model(config, config.weight_path or ""))
+    size = bytes_of_a_run(config.widths, config.depths)
+    run_folder, created = group.from_main(
+        lambda: run_dir.claim(
             config.save_dir, size, resuming=state is not None, auto=resume == AUTO
         )
-        config = dataclasses.replace(config, save_dir=str(run_folder))
-        run = _Run(_with_absolute_paths(config), run_folder, data_folder, checkpoint_path)
-        try:
-            if checkpoint_path:
-                epochs, steps = checkpoint.position(state or {})
-                where = f"epoch {epochs}" + (f" and {steps} steps" if steps else "")
-                log(f"resuming {run_folder} after {where}, from {checkpoint_path}")
-            if config.num_cores > 1 and config.strategy == "launch":
-                run = _for_replicas(run)
-                _open_splits(run, log)  # damaged files are found here, and decoded once for all
-                platform = place.removeprefix("xla:")
-                work = (run, started, log)
-                try:
-                    result = replicas.launch(
-                        _replica,
-                        work,
-                        config.num_cores,
-                        platform,
-                        stop_requested,
-                        backends.TPU_FLAGS,
-                    )
-                except replicas.ReplicaFailed:
-                    if config.backup:  # the main process may have been ended in a copy
-                        Backup(run.folder, Path(config.backup), log).close()
-                    raise
-                if isinstance(result, TrainingDiverged):
-                    raise result
-                return result
-            stores = _open_splits(run, log)
-            session = Session(config.save_minutes, config.max_minutes, stop_requested, started)
-            return _train(run, stores, _backend(config, log), state, session, log)
-        finally:
+    )
+    config = dataclasses.replace(config, save_dir=str(run_folder))
+    run = _Run(_with_absolute_paths(config), run_folder, data_folder, checkpoint_path)
+    try:
+        if checkpoint_path:
+            epochs, steps = checkpoint.position(state or {})
+            where = f"epoch {epochs}" + (f" and {steps} steps" if steps else "")
+            log(f"resuming {run_folder} after {where}, from {checkpoint_path}")
+        if config.num_cores > 1 and config.strategy == "launch":
+            return _launch_replicas(run, place, started, stop_requested, log)
+        run = _sharing_a_machine(run, group.local_count)
+        stores = group.first_on_each_machine(lambda: _open_splits(run, log))
+        session = Session(config.save_minutes, config.max_minutes, stop_requested, started)
+        return _train(run, stores, _backend(config, log), state, session, log)
+    finally:
+        if group.is_main:
             run_dir.release(run_folder, created)
+
+
+def _log_of(group: Processes, log: Log) -> Log:
+    """Return where a process's messages go: the main process reports for all."""
+    if group.is_main:
+        return log
+    hide_progress()
+    return _silent
+
+
+def _sharers(config: Config, group: Processes) -> tuple[int, str]:
+    """Return how many share the global batch, and what they are."""
+    return (config.num_cores, "cores") if group.count == 1 else (group.count, "processes")
+
+
+def _require_same_request(group: Processes, overrides: dict, resume: str | None = None) -> None:
+    """Require that all processes were started with the same flags.
+
+    Raises:
+        RequestError: names what differs.
+    """
+    own = {**overrides, "resume": resume}
+    main = group.from_main(lambda: own)
+
+    def compare() -> None:
+        for name in sorted(own.keys() | main.keys()):
+            if own.get(name) != main.get(name):
+                raise RequestError(
+                    f"--{name.replace('_', '-')} is {own.get(name)} here and {main.get(name)} in "
+                    "process 0; start torchrun with the same command on every machine",
+                    "different-requests",
+                )
+
+    group.together(compare)
+
+
+def _require_same_data(
+    group: Processes, place: str, folder: Path, splits: Sequence[str] = ("train", "test")
+) -> None:
+    """Require one kind of device, and a data set of the same samples, in all processes.
+
+    Raises:
+        RequestError: they differ; the processes would take different numbers of steps.
+    """
+    if group.count == 1:
+        return
+    data = DataFolder(folder)
+    own = place, *([sample.name for sample in data.samples(split)] for split in splits)
+    main = group.from_main(lambda: own)
+
+    def compare() -> None:
+        if own[0] != main[0]:
+            raise RequestError(
+                f"--device: this machine would train on {place} and the first one on {main[0]}; "
+                "name one that all have, such as --device cpu",
+                "different-devices",
+            )
+        if own != main:
+            raise RequestError(
+                f"{folder} on this machine holds other samples than on the first one; copy the "
+                "same data set to every machine",
+                "different-data",
+            )
+
+    group.together(compare)
+
+
+def _launch_replicas(
+    run: _Run, place: str, started: float, stop_requested: Callable[[], str | None], log: Log
+) -> dict:
+    """Train on several cores with a process for each."""
+    config = run.config
+    run = _sharing_a_machine(run, config.num_cores)
+    _open_splits(run, log)  # damaged files are found here, and decoded once for all
+    platform = place.removeprefix("xla:")
+    work = (run, started, log)
+    try:
+        result = replicas.launch(
+            _replica, work, config.num_cores, platform, stop_requested, backends.TPU_FLAGS
+        )
+    except replicas.ReplicaFailed:
+        if config.backup:  # the main process may have been ended in a copy
+            Backup(run.folder, Path(config.backup), log).close()
+        raise
+    if isinstance(result, TrainingDiverged):
+        raise result
+    return result
 
 
 def _replica(
@@ -141,27 +240,29 @@ def _replica(
         return error
 
 
-def _with_batch_size(config: Config, overrides: dict, log: Log) -> Config:
+def _with_batch_size(config: Config, overrides: dict, log: Log, cores: int, noun: str) -> Config:
     """Choose a global batch that the cores share, unless the request names one."""
     if "batch_size" in overrides:
         return config
-    size = default_batch_size(config.num_cores, config.batch_size)
+    size = default_batch_size(cores, config.batch_size)
     if size != config.batch_size:
         log(
-            f"--batch-size {size}: chosen for {config.num_cores} cores, as none was named (it is "
-            f"the smallest multiple of {config.num_cores} from the default {config.batch_size} on)"
+            f"--batch-size {size}: chosen for {cores} {noun}, as none was named (it is the "
+            f"smallest multiple of {cores} from the default {config.batch_size} on)"
         )
     return dataclasses.replace(config, batch_size=size)
 
 
-def _for_replicas(run: _Run) -> _Run:
-    """Return the run with memory and loader processes divided among the replicas.
+def _sharing_a_machine(run: _Run, processes: int) -> _Run:
+    """Return the run with memory and loader processes divided among a machine's processes.
 
     Each of them would hold all decoded images; the disk cache's file, mapped into memory, is there
     once for all.
     """
+    if processes == 1:
+        return run
     cache = "disk" if run.config.cache == "ram" else run.config.cache
-    workers = run.config.workers // run.config.num_cores
+    workers = run.config.workers // processes
     return dataclasses.replace(
         run, config=dataclasses.replace(run.config, cache=cache, workers=workers)
     )
@@ -243,14 +344,28 @@ def test(overrides: dict, log: Log = print) -> dict:
     Raises:
         RequestError: the request cannot be fulfilled.
     """
-    config = _for_weights(overrides, "the weights to evaluate")
-    resolve_device(config.device, config.num_cores, engine=config.engine)
-    config = _with_batch_size(config, overrides, log)
-    config.require_even_shares(config.num_cores)
-    model, full = _model(config, overrides["weight_path"])
-    store = _open(_data_folder(config, ("test",), log), "test", config, log)
+    with joined() as group:
+        return _test_together(group, overrides, _log_of(group, log))
+
+
+def _test_together(group: Processes, overrides: dict, log: Log) -> dict:
+    """Run :func:`test` in one process of a group, which may be the only one."""
+    _require_same_request(group, overrides)
+
+    def check() -> tuple[Config, str, MSHNet, bool]:
+        config = _for_weights(overrides, "the weights to evaluate")
+        place = resolve_device(config.device, config.num_cores, engine=config.engine)
+        config = _with_batch_size(config, overrides, log, *_sharers(config, group))
+        config.require_even_shares(*_sharers(config, group))
+        return config, place, *_model(config, overrides["weight_path"])
+
+    config, place, model, full = group.together(check)
+    data_folder = group.first_on_each_machine(lambda: _data_folder(config, ("test",), log))
+    _require_same_data(group, place, data_folder, ("test",))
+    store = group.together(lambda: _open(data_folder, "test", config, log))
     # A larger batch would only be padding.
-    size = min(config.batch_size, default_batch_size(config.num_cores, len(store)))
+    sharers, _ = _sharers(config, group)
+    size = min(config.batch_size, default_batch_size(sharers, len(store)))
     config = dataclasses.replace(config, batch_size=size)
     backend = _backend(config, log)
     backend.move(model)
@@ -275,6 +390,8 @@ def predict_files(
     Raises:
         RequestError: the request cannot be fulfilled.
     """
+    with joined() as group:
+        group.together(lambda: _require_one_process(group))
     config = _for_weights(overrides, "trained weights, such as weight/MSHNet-…/weight.pkl")
     paths = find_images(inputs)
     if (out / "images").exists():
@@ -294,6 +411,15 @@ def predict_files(
     log(f"{len(rows)} detections in {len(paths)} images: {out / 'detections.csv'}")
     log(f"pictures: {out / 'overlays'}, masks: {out / 'masks'}")
     return rows
+
+
+def _require_one_process(group: Processes) -> None:
+    if group.count > 1:
+        raise RequestError(
+            "predict works in one process, and torchrun has started "
+            f"{group.count}; start it without torchrun",
+            "torchrun-predict",
+        )
 
 
 def _for_weights(overrides: dict, purpose: str) -> Config:

@@ -62,6 +62,8 @@ examples:
       PJRT_DEVICE=CPU main_tpu.py --epochs 3 --base-size 64 --crop-size 64 --use-tpu
   eight cores, as on Kaggle; without a TPU, put PJRT_DEVICE=CPU before the line:
       main_tpu.py --dataset-dir datasets/IRSTD-1k --batch-size 256 --use-tpu --num-cores 8
+  two processes on this machine, or on two machines with two each (see torchrun --help):
+      torchrun --nproc-per-node 2 main_tpu.py --dataset-dir datasets/IRSTD-1k --batch-size 32
   a session that may be cut off; the same line starts and resumes the run:
       main_tpu.py --dataset-dir /content/drive/MyDrive/IRSTD-1k.zip --stage --use-tpu \\
           --save-dir /content/drive/MyDrive/runs/first --resume auto
@@ -108,8 +110,10 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     train = command("train", _train, "train on a data set or on built-in scenes")
-    train.epilog = _EXAMPLES.replace("main_tpu.py --mode test", "mshnet test").replace(
-        "main_tpu.py", "mshnet train"
+    train.epilog = (
+        _EXAMPLES.replace("main_tpu.py --mode test", "mshnet test")
+        .replace("--nproc-per-node 2 main_tpu.py", "--nproc-per-node 2 -m mshnet train")
+        .replace("main_tpu.py", "mshnet train")
     )
     _add_train_flags(train)
     _add_json(train, "print the best epoch as one JSON object on standard output")
@@ -281,8 +285,8 @@ def _add_data_flags(parser: argparse.ArgumentParser) -> None:
     _add(
         parser,
         "batch_size",
-        "global batch: images a step, over all cores",
-        default_text="4; with --num-cores the next multiple of the cores",
+        "global batch: images a step, over all cores or processes",
+        default_text="4; with --num-cores or torchrun the next multiple of their number",
     )
     _add(parser, "base_size", "side of evaluation images, and scale of augmentation, pixels")
     _add_channels(parser)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from . import model_tpu
-from .batch_norm import batch_norm
+from .batch_norm import BatchNorm2d, batch_norm
 from .choices import FOLDS
 from .interpolate import upsample
 
@@ -75,14 +75,14 @@ class ResidualBlock(nn.Module):
     def __init__(self, in_channels: int, out_channels: int):
         super().__init__()
         self.conv1 = nn.Conv2d(in_channels, out_channels, 3, padding=1)
-        self.bn1 = nn.BatchNorm2d(out_channels)
+        self.bn1 = BatchNorm2d(out_channels)
         self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1)
-        self.bn2 = nn.BatchNorm2d(out_channels)
+        self.bn2 = BatchNorm2d(out_channels)
         # The shortcut is made before the attentions: parameters keep the official order.
         self.shortcut = None
         if in_channels != out_channels:
             self.shortcut = nn.Sequential(
-                nn.Conv2d(in_channels, out_channels, 1), nn.BatchNorm2d(out_channels)
+                nn.Conv2d(in_channels, out_channels, 1), BatchNorm2d(out_channels)
             )
         self.ca = ChannelAttention(out_channels)
         self.sa = SpatialAttention()
@@ -92,7 +92,7 @@ class ResidualBlock(nn.Module):
             return model_tpu.residual_block(self, x)
         residual = x
         if self.shortcut is not None:
-            residual = batch_norm(cast(nn.BatchNorm2d, self.shortcut[1]), self.shortcut[0](x))
+            residual = batch_norm(cast(BatchNorm2d, self.shortcut[1]), self.shortcut[0](x))
         x = torch.relu_(batch_norm(self.bn1, self.conv1(x)))
         x = batch_norm(self.bn2, self.conv2(x))
         x = self.ca(x) * x

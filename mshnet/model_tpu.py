@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.grad import conv2d_input, conv2d_weight
 
-from .batch_norm import remember
+from .batch_norm import BatchNorm2d, remember
 from .interpolate import double
 from .space_to_depth import (
     columns,
@@ -98,7 +98,7 @@ def residual_block(block: "ResidualBlock", x: Tensor | list[Tensor]) -> Tensor:
         residual = without_ignored(x, block.conv1.in_channels * f)
         x = conv2d(x, block.conv1, f)
     else:
-        conv, norm = cast(tuple[nn.Conv2d, nn.BatchNorm2d], tuple(block.shortcut))
+        conv, norm = cast(tuple[nn.Conv2d, BatchNorm2d], tuple(block.shortcut))
         x, residual = _two_convolutions(parts, block.conv1, conv, f)
         residual = _normalized(residual, norm, f)
     x = torch.relu(_normalized(x, block.bn1, f))
@@ -163,7 +163,7 @@ class _TwoConvolutions(torch.autograd.Function):
         return of_one, of_other[:, :, top : top + height, left : left + width], *inputs
 
 
-def _attended(x: Tensor, norm: nn.BatchNorm2d, attention: "ChannelAttention", f: int) -> Tensor:
+def _attended(x: Tensor, norm: BatchNorm2d, attention: "ChannelAttention", f: int) -> Tensor:
     """Apply batch norm and channel attention."""
     mean, square = _moments(x, f)
     scale, shift = _scale_and_shift(norm, (mean, square), x)
@@ -174,7 +174,7 @@ def _attended(x: Tensor, norm: nn.BatchNorm2d, attention: "ChannelAttention", f:
     return (x * _pixels(weights * scale, f) + _pixels(weights * shift, f)).to(x.dtype)
 
 
-def _normalized(x: Tensor, norm: nn.BatchNorm2d, f: int) -> Tensor:
+def _normalized(x: Tensor, norm: BatchNorm2d, f: int) -> Tensor:
     """Apply batch norm."""
     moments = _moments(x, f) if norm.training else None
     scale, shift = _scale_and_shift(norm, moments, x)
@@ -189,7 +189,7 @@ def _moments(x: Tensor, f: int) -> tuple[Tensor, Tensor]:
 
 
 def _scale_and_shift(
-    norm: nn.BatchNorm2d, moments: tuple[Tensor, Tensor] | None, x: Tensor
+    norm: BatchNorm2d, moments: tuple[Tensor, Tensor] | None, x: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return batch norm's scale and shift, (C,) each, and update its running statistics.
 
@@ -198,11 +198,10 @@ def _scale_and_shift(
         x: the map.
     """
     if norm.training and moments:
-        mean, square = moments
-        mean = mean.mean(0)
+        mean, square = norm.processes.mean(*(moment.mean(0) for moment in moments))
         # E[x²] - E[x]²: both sums come from one read of the map. For a channel that hardly varies
         # only rounding is left, which may be negative.
-        variance = (square.mean(0) - mean * mean).clamp(min=0)
+        variance = (square - mean * mean).clamp(min=0)
         remember(norm, mean.detach(), variance.detach(), x.numel() / norm.num_features)
     else:
         mean, variance = cast(tuple[Tensor, Tensor], (norm.running_mean, norm.running_var))

@@ -8,10 +8,12 @@ import argparse
 import io
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 
+from . import torchrun
 from .engine import autoload
 from .errors import Failed, RequestError, printable
 from .version import __version__
@@ -51,7 +53,7 @@ def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
     autoload.switch_off()
     args = argparse.Namespace()
     try:
-        parser.parse_args(argv, args)
+        _parse(parser, argv, args)
         return args.command(args)
     except KeyboardInterrupt:
         print(f"{parser.prog}: interrupted", file=sys.stderr)
@@ -65,10 +67,49 @@ def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
         message, code = _explain(error)
         if not code:
             raise
+        if torchrun.launch() and _is_reported_elsewhere(error):
+            return code
         if getattr(args, "debug", False):
             traceback.print_exc()
         print(f"{parser.prog}: {message}", file=sys.stderr)
         return code
+
+
+def _parse(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None, args: argparse.Namespace
+) -> None:
+    """Parse arguments; under torchrun a fault in them ends all processes, and one reports it.
+
+    Raises:
+        RequestError: an argument is wrong.
+    """
+    try:
+        parser.parse_args(argv, args)
+    except RequestError as error:
+        if not torchrun.launch():
+            raise
+        from .engine.processes import joined
+
+        fault = error
+        with joined() as group:
+            group.together(lambda: _raise(fault))
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def _is_reported_elsewhere(error: Exception) -> bool:
+    """Prepare this process of a torchrun job for its end.
+
+    Returns:
+        Whether another process prints the error.
+    """
+    from .engine.processes import is_reported_elsewhere
+
+    # torchrun sends it to the others as soon as one has ended, and they may have more to say.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return is_reported_elsewhere(error)
 
 
 # What torch, XLA and torch's DataLoader write when the machine or the device runs out of memory.

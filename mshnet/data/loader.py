@@ -4,6 +4,7 @@ Images stay uint8 until they are on the device (``training/step.py`` normalises 
 are bits: a grey 256×256 sample and its mask are 72 KiB instead of 1 MiB as float32 RGB and float32.
 """
 
+import os
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+
+from tpuscope import torchrun
 
 from .augment import augment, resize
 from .bitmask import pack
@@ -173,7 +176,13 @@ def _collate(samples: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
 
 
 def _leave_signals_to_the_trainer(worker: int) -> None:
-    """Reset the signal handlers that a worker inherits; Ctrl-C reaches the whole group."""
+    """Reset the signal handlers that a worker inherits; Ctrl-C reaches the whole group.
+
+    torchrun sends SIGTERM to the whole group, too: a worker leaves it, so that it serves the
+    trainer until that has saved. It notices by itself when the trainer has ended.
+    """
+    if torchrun.launch():
+        os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if hasattr(signal, "SIGHUP"):  # not on Windows

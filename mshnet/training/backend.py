@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,17 +15,20 @@ from tpuscope.engine import torch_tpu
 from tpuscope.engine import torch_xla as runtime
 from tpuscope.engine.compiled_step import CompiledStep
 from tpuscope.engine.fx_step import FxStep
+from tpuscope.engine.processes import TorchProcesses, join
 from tpuscope.engine.replicas import Replicas
 from tpuscope.engine.spmd import DataMesh
 from tpuscope.engine.torch_xla import Counters
 from tpuscope.files import require_writable
 
 from .. import model_tpu
+from ..batch_norm import BatchNorm2d
 from ..data.loader import WHOLE_BATCH, DataShard
 from .config import Config
 from .devices import resolve_device
 
 Step = Callable[..., tuple[Tensor, ...]]
+Result = TypeVar("Result")
 
 # Flags that tune the TPU's compiler for MSHNet's step, by the variable that holds them.
 TPU_FLAGS = {
@@ -43,7 +47,7 @@ class Backend:
         device: of the model and the batches.
         label: for people, such as ``"cuda: NVIDIA L4"``.
         precision: ``"fp32"`` or ``"bf16"`` (autocast).
-        cores: number of cores, on all hosts, that share a global batch.
+        cores: number of cores or processes, on all hosts, that share a global batch.
         input_shard: slice of the global batch that this process loads.
         output_shard: slice of the global batch whose outputs this process reads.
         is_main_process: whether this process writes the run's files; exactly one does.
@@ -150,6 +154,17 @@ class Backend:
     def replicate_output(self, tensor: Tensor) -> Tensor:
         """Return a result in a form that this process can read."""
         return tensor
+
+    def mean_loss(self, loss: Tensor) -> Tensor:
+        """Return the loss of the global batch from that of this process's shard, a scalar.
+
+        Where it is this shard's, the trainer takes the mean at the end of an epoch.
+        """
+        return loss
+
+    def from_main_process(self, make: Callable[[], Result]) -> Result:
+        """Return what a function returns in the process that has the run's folder."""
+        return make()
 
     def sum_over_processes(self, values: Tensor) -> Tensor:
         """Return the sum of the host vectors (N,) of all processes with a shard of their own."""
@@ -398,12 +413,91 @@ class ReplicaBackend(XlaBackend):
         self.set_replica_state(model, self.replica_state(model).mean(0, keepdim=True))
 
     def check_same(self, digest: bytes) -> None:
-        hashes = self.replicas.gather(torch.frombuffer(bytearray(digest), dtype=torch.int64))
-        if (hashes != hashes[0]).any():
-            raise RuntimeError(
-                "the replicas' weights differ: "
-                + ", ".join(f"{i}: {h.numpy().tobytes().hex()[:16]}" for i, h in enumerate(hashes))
-            )
+        _require_equal(self.replicas.gather(_as_vector(digest)))
+
+
+class DistributedBackend(Backend):
+    """One process of a torchrun job, on a CPU or a device of its own, with a shard of the batch.
+
+    The numbers are those of one process with the global batch, up to rounding: batch norm's means
+    are taken over the processes, and gradients and losses are averaged in every step.
+    """
+
+    def __init__(
+        self, processes: TorchProcesses, device: torch.device, name: str, precision: str = "fp32"
+    ):
+        super().__init__(device, _processes_label(device, processes) + name, precision)
+        processes.open(device)
+        self.processes = processes
+        self.cores = processes.count
+        self.input_shard = self.output_shard = DataShard(processes.rank, processes.count)
+        self.is_main_process = processes.is_main
+
+    def move(self, module: nn.Module) -> None:
+        super().move(module)
+        for layer in module.modules():
+            if isinstance(layer, BatchNorm2d):
+                layer.processes = self.processes
+
+    def prepare(
+        self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer], state: dict | None
+    ) -> Optimizer:
+        optimizer = super().prepare(model, make_optimizer, state)
+        values = [*model.parameters(), *model.buffers()]
+        values += [v for slots in optimizer.state.values() for v in slots.values()]
+        self.processes.broadcast(values)
+        return optimizer
+
+    def optimizer_step(self, optimizer: Optimizer) -> None:
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        self.processes.average(p.grad for p in parameters if p.grad is not None)
+        optimizer.step()
+
+    def seed(self, value: int) -> None:
+        super().seed(value + self.processes.rank)  # different images, different dropout masks
+
+    def mean_loss(self, loss: Tensor) -> Tensor:
+        # The sum of an epoch's losses is then the same in every process, to the bit, and a resumed
+        # run continues it exactly.
+        [mean] = self.processes.mean(loss)
+        return mean
+
+    def from_main_process(self, make: Callable[[], Result]) -> Result:
+        return self.processes.from_main(make)
+
+    def sum_over_processes(self, values: Tensor) -> Tensor:
+        return self.processes.gather(values).sum(0)
+
+    def max_over_processes(self, value: int) -> int:
+        return self.processes.largest(value)
+
+    def check_same(self, digest: bytes) -> None:
+        _require_equal(self.processes.gather(_as_vector(digest)))
+
+
+def _processes_label(device: torch.device, processes: TorchProcesses) -> str:
+    def some(count: int, one: str, more: str) -> str:
+        return f"{count} {one if count == 1 else more}"
+
+    count = some(processes.count, "process", "processes")
+    return f"{device.type}: {count} on {some(processes.machines, 'machine', 'machines')}"
+
+
+def _as_vector(digest: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(digest), dtype=torch.int64)
+
+
+def _require_equal(hashes: Tensor) -> None:
+    """Check that all replicas have the same hash of their weights, int64 (replicas, 4).
+
+    Raises:
+        RuntimeError: shows them.
+    """
+    if (hashes != hashes[0]).any():
+        raise RuntimeError(
+            "the replicas' weights differ: "
+            + ", ".join(f"{i}: {h.numpy().tobytes().hex()[:16]}" for i, h in enumerate(hashes))
+        )
 
 
 def _statistics(model: nn.Module) -> list[Tensor]:
@@ -420,6 +514,8 @@ def make_backend(
     engine: str = "auto",
 ) -> Backend:
     """Open the device of a request and return its backend.
+
+    In a process that torchrun has started, the processes of its job share the work.
 
     Args:
         device: see :func:`.devices.resolve_device`.
@@ -446,7 +542,20 @@ def make_backend(
             platform = place.removeprefix("xla:")
             runtime.select_platform(platform, num_cores, tpu_flags=TPU_FLAGS)
         return (SpmdBackend if num_cores > 1 else XlaBackend)(precision, compile_cache)
+    processes = join()
+    if isinstance(processes, TorchProcesses):
+        return _distributed(processes, place, precision)
     if place == "cuda":
         name = torch.cuda.get_device_name()
         return Backend(torch.device("cuda"), f"cuda: {name}", precision)
     return CpuBackend(precision)
+
+
+def _distributed(processes: TorchProcesses, place: str, precision: str) -> DistributedBackend:
+    """Open this process's device: the CPU, or the accelerator of its number on its machine."""
+    if place == "cpu":
+        return DistributedBackend(processes, torch.device("cpu"), "", precision)
+    device = torch.device(place, processes.local_rank)
+    torch.cuda.set_device(device)
+    name = f", {torch.cuda.get_device_name(device)}"
+    return DistributedBackend(processes, device, name, precision)

@@ -117,8 +117,12 @@ class Config:
         flag = "--" + name.replace("_", "-")
         raise RequestError(f"{flag} {getattr(self, name)}: {rule}", code)
 
-    def require_even_shares(self, cores: int) -> None:
+    def require_even_shares(self, cores: int, noun: str = "cores") -> None:
         """Check that every core gets the same number of images of a global batch.
+
+        Args:
+            cores: that share it.
+            noun: for what else shares it, such as processes.
 
         Raises:
             RequestError: the batch is no multiple of the cores.
@@ -127,7 +131,7 @@ class Config:
             near = self.batch_size // cores * cores
             choices = " or ".join(str(n) for n in (near, near + cores) if n)
             rule = (
-                f"it is the global batch, shared by {cores} cores, and must be a multiple of "
+                f"it is the global batch, shared by {cores} {noun}, and must be a multiple of "
                 f"{cores}; use {choices}"
             )
             self._refuse("batch_size", rule, "uneven-batch")

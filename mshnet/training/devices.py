@@ -2,6 +2,7 @@
 
 import torch
 
+from tpuscope import torchrun
 from tpuscope.engine import cpu_plugin, torch_tpu
 from tpuscope.engine import torch_xla as runtime
 from tpuscope.errors import RequestError
@@ -29,8 +30,15 @@ def resolve_device(
         ``"cpu"``.
 
     Raises:
-        RequestError: the device is not there, or has fewer cores.
+        RequestError: the device is not there, has fewer cores, or is none for torchrun.
     """
+    launch = torchrun.launch()
+    if launch and num_cores > 1:
+        raise _cores(
+            num_cores,
+            f"torchrun has started {launch.count} processes, each with one device; use "
+            "--num-cores 1",
+        )
     if engine == "torch_tpu" and device in ("cpu", "cuda"):
         raise RequestError(
             f"--engine torch_tpu --device {device}: the engine is that of the device tpu; leave "
@@ -50,6 +58,13 @@ def resolve_device(
         if device == "auto":
             device = "tpu" if chips else "cuda" if torch.cuda.is_available() else "cpu"
         if device == "tpu":
+            if launch:
+                raise RequestError(
+                    "--device tpu under torchrun: torch_xla drives all cores from one process "
+                    "(SPMD), which needs no torchrun; start `python main_tpu.py --use-tpu "
+                    "--num-cores 8`, or choose --device cpu or cuda",
+                    "torchrun-xla",
+                )
             platform = _platform(chips, num_cores)
             if platform == "TPU":
                 _require_whole_slice(num_cores, strategy)
@@ -67,6 +82,12 @@ def resolve_device(
             "`nvidia-smi` and that torch is a CUDA build",
             "no-device",
         )
+    if device == "cuda" and launch and launch.local_count > torch.cuda.device_count():
+        raise RequestError(
+            f"--device cuda: torchrun has started {launch.local_count} processes on a machine with "
+            f"{torch.cuda.device_count()} GPUs; use --nproc-per-node {torch.cuda.device_count()}",
+            "too-many-processes",
+        )
     return device
 
 
@@ -76,6 +97,12 @@ def _torch_tpu_platform(device: str, num_cores: int) -> str | None:
     if device == "auto" and not chips:
         return None
     torch_tpu.require()
+    if torchrun.launch():
+        raise RequestError(
+            "torchrun with --engine torch_tpu: several devices of TorchTPU are not supported yet; "
+            "start without torchrun",
+            "engine",
+        )
     on_cpu = torch_tpu.on_cpu()
     if on_cpu:
         cpu_plugin.path()
@@ -84,8 +111,8 @@ def _torch_tpu_platform(device: str, num_cores: int) -> str | None:
     if num_cores > 1:
         raise _cores(
             num_cores,
-            "TorchTPU has one process for each device; leave the flag out and start the line with "
-            f"`torchrun --nproc-per-node {num_cores}`",
+            "TorchTPU has a process for each device, and this project runs it on one; use "
+            "--num-cores 1",
         )
     return "CPU" if on_cpu else "TPU"
 

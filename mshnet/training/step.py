@@ -86,7 +86,7 @@ def summed_step(
         loss = train_step(
             model, normalize, criterion, optimizer, backend, images, masks, warm_epoch, epoch
         )
-        return (backend.replicate_output(total + loss),)
+        return (backend.replicate_output(total + backend.mean_loss(loss)),)
 
     state = [*model.parameters(), *model.buffers(), *normalize.buffers()]
     return step, state + [value for slots in optimizer.state.values() for value in slots.values()]

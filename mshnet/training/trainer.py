@@ -102,7 +102,9 @@ class Trainer:
             self.best = resume["best"]
             if self.best:
                 path = run_folder / checkpoint.WEIGHTS
-                self.best_weights = checkpoint.weights_of(checkpoint.load(path), path)
+                self.best_weights = backend.from_main_process(
+                    lambda: checkpoint.weights_of(checkpoint.load(path), path)
+                )
             self.records = run_dir.read_log(run_folder, before=self.epoch)
             self._total = resume.get("loss_sum", self._total)
             self._seconds = resume.get("seconds", 0.0)

@@ -1,8 +1,10 @@
 """A training run of a narrow network: in this process, or ``python small.py '{"overrides": …}'``.
 
-The command line has no flag for the widths, and a test cannot kill its own process.
+The command line has no flag for the widths, and a test cannot kill its own process. SMALL_DTYPE
+names another type to compute in. Under torchrun one process prints for all.
 """
 
+import functools
 import json
 import os
 import subprocess
@@ -33,31 +35,49 @@ def train(overrides, resume=None):
     return "\n".join(messages)
 
 
-def start(overrides, resume=None, **kwargs):
+def start(overrides, resume=None, env=None, **kwargs):
     """Start training in a new process; its standard output goes to a pipe by default.
 
-    It uses one thread: beside other work, two threads that wait for each other are slower.
+    It uses one thread: beside other work, two threads that wait for each other are slower. Its
+    environment is this process's with the variables added.
     """
     kwargs = {"stdout": subprocess.PIPE, "text": True} | kwargs
     command = [sys.executable, __file__, json.dumps(request(overrides, resume))]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PJRT_DEVICE": "CPU"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PJRT_DEVICE": "CPU"} | (env or {})
     return subprocess.Popen(command, env=environment, **kwargs)
+
+
+def compute_in(name):
+    """Compute in another floating-point type than float32, to compare the numbers of two runs.
+
+    The gradient of a bias in front of batch norm is 0 but for rounding, and Adagrad divides it by
+    itself: with its eps of 1e-10, rounding errors of 1e-17 become updates of 1e-8.
+    """
+    import torch
+
+    from mshnet.training import trainer
+
+    torch.set_default_dtype(getattr(torch, name))
+    torch.Tensor.float = lambda tensor: tensor.to(torch.get_default_dtype())
+    trainer.Adagrad = functools.partial(trainer.Adagrad, eps=1e-3)
 
 
 def main():
     from mshnet import RequestError, api
     from mshnet.training.preemption import EXIT_CODES
-    from tpuscope.engine.replicas import ReplicaFailed
+    from tpuscope.engine.processes import is_reported_elsewhere
+    from tpuscope.errors import Failed
 
+    if "SMALL_DTYPE" in os.environ:
+        compute_in(os.environ["SMALL_DTYPE"])
     try:
         result = api.train(*json.loads(sys.argv[1]))
-    except RequestError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except (ReplicaFailed, OSError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    print(json.dumps(result))
+    except (RequestError, Failed, OSError) as error:
+        if not is_reported_elsewhere(error):
+            print(error, file=sys.stderr)
+        return 2 if isinstance(error, RequestError) else 1
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(result))
     return EXIT_CODES.get(result["stopped"], 0)
 
 

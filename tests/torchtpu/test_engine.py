@@ -140,7 +140,7 @@ def test_a_run_stopped_and_resumed_is_the_uninterrupted_one_and_goes_on_elsewher
 
 def test_what_it_cannot_do_is_one_line(monkeypatch):
     assert resolve_device("tpu") == "torch_tpu:CPU"
-    with pytest.raises(RequestError, match="torchrun --nproc-per-node 8"):
+    with pytest.raises(RequestError, match="use --num-cores 1"):
         resolve_device("tpu", 8)
     with pytest.raises(RequestError, match="--engine torch_tpu --device cpu"):
         resolve_device("cpu", engine="torch_tpu")

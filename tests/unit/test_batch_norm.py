@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from mshnet.batch_norm import batch_norm
+from mshnet.batch_norm import BatchNorm2d, batch_norm
 
 
 def layer_of(channels, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    layer = nn.BatchNorm2d(channels)
+    layer = BatchNorm2d(channels)
     with torch.no_grad():
         for value in (layer.weight, layer.bias, layer.running_mean):
             value.copy_(torch.randn(channels, generator=generator))

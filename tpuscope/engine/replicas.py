@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 
 from ..errors import Failed
 from . import torch_xla as runtime
+from .processes import quiet_stdout
 
 
 class ReplicaFailed(Failed):
@@ -116,7 +117,7 @@ class VirtualReplicas(Replicas):
         super().__init__(ordinal, count, control)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         meeting = f"file://{control / 'meeting'}"
-        with _quiet_stdout():  # gloo says of each rank that it is connected
+        with quiet_stdout():  # gloo says of each rank that it is connected
             torch.distributed.init_process_group("gloo", meeting, rank=ordinal, world_size=count)
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
@@ -159,21 +160,6 @@ class VirtualReplicas(Replicas):
         pieces = flat.split([tensor.numel() for tensor in tensors])
         for tensor, piece in zip(tensors, pieces, strict=True):
             tensor.copy_(piece.view(tensor.shape))
-
-
-@contextlib.contextmanager
-def _quiet_stdout() -> Iterator[None]:
-    """Drop what C++ prints to standard output."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
-        os.close(nowhere)
 
 
 def _gradients(optimizer: Optimizer) -> list[Tensor]:

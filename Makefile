@@ -57,7 +57,7 @@ tiers: $(VENV)/.test
 	$(BIN)/python tools/notebooks.py --check
 	# The lessons run with their exercises solved; --overwrite keeps what they print, for --warnings.
 	$(if $(SOLVED),$(BIN)/python tools/notebooks.py --only lessons --solved $(SOLVED))
-	$(PYTEST) --dist loadfile --no-loadscope-reorder --durations=10 \
+	$(PYTEST) --dist loadfile --no-loadscope-reorder --durations=60 \
 		$(if $(SOLVED),--nbmake --overwrite --nbmake-timeout=900 $(SOLVED)) $(addprefix tests/,$(TIERS))
 	$(if $(SOLVED),$(BIN)/python tools/notebooks.py --warnings $(SOLVED))
 

@@ -138,6 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Imported here: a program that only needs `run` does not load the commands.
     from .aot.command import add_flags as aot_flags
     from .doctor.command import add_flags as doctor_flags
+    from .rehearse import add_flags as rehearse_flags
 
     parser = Parser(prog="tpuscope", description="Tools for any PyTorch program on a TPU.")
     parser.add_argument("--version", action="version", version=f"tpuscope {__version__}")
@@ -151,4 +152,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         "doctor", "check what works on this machine, and how to fix what does not", doctor_flags
     )
     command("aot", "compile a step for a TPU that is not there: memory, bytes, bound", aot_flags)
+    command("rehearse", "run a TorchTPU script on this machine's CPU", rehearse_flags)
     return run(parser, argv)

@@ -155,7 +155,7 @@ def _require_same_request(group: Processes, overrides: dict, resume: str | None 
 
     def compare() -> None:
         for name in sorted(own.keys() | main.keys()):
-            if own.get(name) != main.get(name):
+            if repr(own.get(name)) != repr(main.get(name)):  # NaN is not equal to itself
                 raise RequestError(
                     f"--{name.replace('_', '-')} is {own.get(name)} here and {main.get(name)} in "
                     "process 0; start torchrun with the same command on every machine",

@@ -264,7 +264,11 @@ def test_a_wrong_request_is_one_line(tmp_path, flags, machines, reason):
 def run_parts(test, tmp_path):
     """Run a function of this file in two processes."""
     script = tmp_path / "parts.py"
-    script.write_text(f"from tests.process.test_torchrun import {test.__name__} as it\nit()\n")
+    here, root = str(Path(__file__).parent), str(Path(__file__).parents[2])
+    script.write_text(
+        f"import sys\nsys.path[:0] = [{here!r}, {root!r}]\n"
+        f"from test_torchrun import {test.__name__} as it\nit()\n"
+    )
     with torchrun(script) as agents:
         finished(agents)
 

@@ -101,6 +101,17 @@ def test_one_program_is_the_step(settings):
     assert training.model[1].num_batches_tracked == plain.model[1].num_batches_tracked == STEPS
 
 
+def test_a_constant_that_the_step_makes_is_part_of_the_program():
+    plain, training = Training(), Training()
+
+    def scaled(of):
+        return lambda x, y: of.step(x * torch.tensor([1.0, 2.0, 0.5, 1.0]) / torch.tensor(2.0), y)
+
+    step = training.one_program(scaled(training))
+    assert run(training, step) == pytest.approx(run(plain, scaled(plain)), rel=1e-5)
+    assert step.fallback_reason is None
+
+
 def test_running_statistics_move_although_the_schema_hides_it():
     training = Training()
     run(training, training.one_program())

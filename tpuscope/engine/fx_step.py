@@ -313,7 +313,12 @@ class _Program:
 
         inputs = [t.detach() for t in (*state, *batch)]
         with torch.no_grad():
-            graph = make_fx(torch.func.functionalize(functional), tracing_mode="fake")(*inputs)
+            # Constants that the step makes are real tensors among the fake ones.
+            graph = make_fx(
+                torch.func.functionalize(functional),
+                tracing_mode="fake",
+                _allow_non_fake_inputs=True,
+            )(*inputs)
             outputs = _keep_computed(graph)
             compile_graph: Any = torch._dynamo.lookup_backend(backend)
             self._run = compile_graph(graph, inputs)

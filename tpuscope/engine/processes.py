@@ -307,7 +307,10 @@ def join(timeout: datetime.timedelta = TIMEOUT) -> Processes:
                     "no-meeting",
                 ) from error
         _jobs += 1
-        _current = TorchProcesses(launch, PrefixStore(f"job-{_jobs}", _store), timeout)
+        # The store lives as long as torchrun, and keeps the addresses of processes that a restart
+        # has replaced.
+        job = f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}-job-{_jobs}"
+        _current = TorchProcesses(launch, PrefixStore(job, _store), timeout)
     return _current
 
 

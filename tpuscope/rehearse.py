@@ -6,16 +6,17 @@ import runpy
 import sys
 from pathlib import Path
 
-from .engine import autoload
+from . import versions
+from .engine import autoload, cpu_plugin
 from .errors import RequestError
 
-EPILOG = """\
+EPILOG = f"""\
 The script's device `tpu` computes on the CPU, through XLA: a CPU plugin stands in libtpu's place.
 That arrangement is tpuscope's, not Google's. It shows what a program computes and how many programs
 it compiles; it shows nothing of a TPU's speed, memory or rounding, and there is one device.
 
 It needs an environment without torch_xla:
-    pip install torch==2.15.* torch_tpu==0.2.0 lammps-jax-pjrt-cpu==0.11.2
+    {versions.install_torch_tpu()} {cpu_plugin.PACKAGE}=={cpu_plugin.VERSION}
 
 examples:
     tpuscope rehearse train.py --epochs 1

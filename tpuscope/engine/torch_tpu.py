@@ -74,6 +74,10 @@ def device() -> torch.device:
 
     With ``PJRT_DEVICE=CPU`` it computes on the CPU, see :mod:`.cpu_plugin`.
 
+    Open it before the first backward pass of the process, on whatever device that is: autograd
+    counts the devices then, and a backward pass on one that came later ends in an internal
+    assertion about ``device_ready_queues_``.
+
     Raises:
         RequestError: torch_tpu does not fit, or the plugin does not.
     """

@@ -30,6 +30,7 @@ from tpuscope.engine import torch_tpu  # noqa: E402
 from tpuscope.tables import table  # noqa: E402
 
 STEPS = 4
+WAYS = ("cpu", "eager", "compiled", "one program")
 
 
 def batches(size: int = 64, count: int = 8) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -57,6 +58,9 @@ def run(way: str, narrow: bool) -> list[str]:
     if way == "one program":
         step = backend.compile_step(step, state, [optimizer])
     elif way == "compiled":
+        for layer in model.modules():  # the backend takes tensors of the device only
+            if isinstance(layer, torch.nn.BatchNorm2d) and layer.num_batches_tracked is not None:
+                layer.num_batches_tracked = layer.num_batches_tracked.to(backend.device)
 
         @torch.compile(backend="tpu")
         def loss_of(images, target):
@@ -99,10 +103,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--narrow", action="store_true", help="a network of 1,400 parameters")
-    narrow = parser.parse_args().narrow
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="default: all")
+    arguments = parser.parse_args()
+    narrow = arguments.narrow
     torch_tpu.device()  # before the first backward pass of the process, on whatever device
     rows = [["way", "losses", "compiled", "eager calls", "seconds", "a running mean"]]
-    for way in ("cpu", "eager", "compiled", "one program"):
+    for way in arguments.ways:
         rows.append(run(way, narrow))
         print(table(rows), flush=True)
 

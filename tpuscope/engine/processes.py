@@ -253,7 +253,7 @@ class TorchProcesses(Processes):
             raise Failed(
                 f"process {self.rank} of {self.count} lost another one, which has ended or does "
                 f"not answer ({reason[:300]}): look for its message above; `torchrun "
-                "--max-restarts 3` with --save-dir and --resume auto continues by itself",
+                "--max-restarts 3` starts all of them again",
                 "process-lost",
             ) from error
 
@@ -366,7 +366,7 @@ def _portable(error: Exception | None) -> Exception | None:
     """Return an exception that can be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:
+    except Exception:  # whatever a class's own reduction raises
         return Failed(f"{type(error).__name__}: {error}")
     return error
 

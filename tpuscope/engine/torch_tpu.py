@@ -43,7 +43,7 @@ def require() -> None:
     if not installed():
         where = "" if platform.system() == "Linux" else f" (it has no {platform.system()} build)"
         raise RequestError(
-            f"--engine torch_tpu: torch_tpu is not installed{where}; in an environment of its "
+            f"torch_tpu is not installed{where}; in an environment of its "
             f"own: {versions.install_torch_tpu()}",
             "not-installed",
         )

@@ -365,9 +365,7 @@ class ReplicaBackend(XlaBackend):
         self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer], state: dict | None
     ) -> Optimizer:
         optimizer = super().prepare(model, make_optimizer, state)
-        values = [*model.parameters(), *model.buffers()]
-        values += [v for slots in optimizer.state.values() for v in slots.values()]
-        self.replicas.broadcast(v for v in values if v.device.type == "xla")
+        self.replicas.broadcast(v for v in _state(model, optimizer) if v.device.type == "xla")
         return optimizer
 
     def optimizer_step(self, optimizer: Optimizer) -> None:
@@ -443,9 +441,7 @@ class DistributedBackend(Backend):
         self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer], state: dict | None
     ) -> Optimizer:
         optimizer = super().prepare(model, make_optimizer, state)
-        values = [*model.parameters(), *model.buffers()]
-        values += [v for slots in optimizer.state.values() for v in slots.values()]
-        self.processes.broadcast(values)
+        self.processes.broadcast(_state(model, optimizer))
         return optimizer
 
     def optimizer_step(self, optimizer: Optimizer) -> None:
@@ -473,6 +469,12 @@ class DistributedBackend(Backend):
 
     def check_same(self, digest: bytes) -> None:
         _require_equal(self.processes.gather(_as_vector(digest)))
+
+
+def _state(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
+    """Return all tensors that training changes: parameters, buffers, the optimizer's sums."""
+    slots = [value for values in optimizer.state.values() for value in values.values()]
+    return [*model.parameters(), *model.buffers(), *slots]
 
 
 def _processes_label(device: torch.device, processes: TorchProcesses) -> str:
